@@ -1,0 +1,127 @@
+/* tiermem.h: the whole interface of the native core. Knows no Python and no torch.
+ *
+ * Conventions: functions return 0 or -errno; out-parameters come last; handles are opaque; nothing
+ * prints, nothing is global. All functions may be called from any thread unless said otherwise.
+ *
+ * The declarations between the two markers are given to cffi as they stand, so they use no
+ * preprocessor beyond comments.
+ */
+#ifndef TIERMEM_H
+#define TIERMEM_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* cffi-begin */
+
+/* ---- I/O engine -------------------------------------------------------------------------- */
+
+typedef struct tm_engine tm_engine;   /* owns queues and their threads */
+typedef struct tm_request tm_request; /* one transfer; freed by tm_request_free */
+
+enum { TM_OP_READ = 0, TM_OP_WRITE = 1 };
+enum { TM_PRIORITY_DEMAND = 0, TM_PRIORITY_BACKGROUND = 1 };
+enum { TM_FAULT_ERROR = 0, TM_FAULT_SHORT = 1, TM_FAULT_SUBMIT_ERROR = 2, TM_FAULT_PARTIAL_SUBMIT = 3 };
+enum { TM_BACKEND_LIBAIO = 0 }; /* io_uring and native threads take the next numbers */
+
+typedef struct {
+  uint64_t chunk_bytes;
+  uint32_t read_depth;
+  uint32_t write_depth;
+} tm_queue_options;
+
+typedef struct {
+  uint32_t op;
+  uint32_t priority;
+  int32_t fd;
+  uint64_t offset;
+  void *buffer;
+  uint64_t length;
+} tm_io;
+
+typedef struct {
+  int32_t status;       /* 0, or -errno of the first failed chunk; -ENODATA: end of file */
+  uint64_t failed_at;   /* offset of that chunk within the request */
+  uint64_t transferred; /* bytes moved in all */
+} tm_result;
+
+typedef struct {
+  uint32_t op;
+  uint32_t kind;
+  int32_t error; /* positive errno */
+  uint64_t nth;
+  uint64_t repeat; /* 0 disarms */
+} tm_fault;
+
+typedef struct {
+  uint64_t read_bytes, written_bytes, copied_bytes;
+  uint64_t read_chunks, written_chunks;
+  uint64_t submit_calls, retries;
+  uint64_t max_in_flight;
+} tm_engine_stats;
+
+int tm_engine_create(uint32_t backend, tm_engine **out);
+int tm_engine_add_queue(tm_engine *engine, const tm_queue_options *options, uint32_t *queue);
+int tm_engine_submit(tm_engine *engine, uint32_t queue, const tm_io *io, tm_request **out);
+int tm_engine_copy(tm_engine *engine, void *destination, const void *source, uint64_t length,
+                   tm_request **out);
+int tm_engine_inject(tm_engine *engine, const tm_fault *fault);
+int tm_engine_get_stats(tm_engine *engine, tm_engine_stats *out);
+int tm_engine_queue_stats(tm_engine *engine, uint32_t queue, tm_engine_stats *out);
+/* Drains what is in flight and joins the threads; no call on the engine may follow but free. */
+int tm_engine_close(tm_engine *engine);
+void tm_engine_free(tm_engine *engine); /* after close, and after every request was freed */
+
+/* 0 when complete (see tm_request_result), -ETIMEDOUT. timeout_ns < 0 waits for ever, 0 polls. */
+int tm_request_wait(tm_request *request, int64_t timeout_ns);
+int tm_request_result(tm_request *request, tm_result *out); /* -EBUSY while in flight */
+void tm_request_free(tm_request *request);                  /* waits if still in flight */
+
+/* ---- kernels ----------------------------------------------------------------------------- */
+
+typedef struct tm_pool tm_pool; /* worker threads; one caller at a time runs on it, others wait */
+
+int tm_pool_create(uint32_t num_threads, tm_pool **out);
+void tm_pool_free(tm_pool *pool);
+
+enum { TM_ISA_PLAIN = 0, TM_ISA_AVX2 = 1, TM_ISA_AVX512 = 2 };
+enum { TM_FLOAT32 = 0, TM_BFLOAT16 = 1 };
+
+uint32_t tm_isa_best(void); /* the best this processor and system run */
+
+/* The scalars of one AdamW update, computed by the caller in double and rounded once, as torch's
+ * fused implementation does. */
+typedef struct {
+  float decay;            /* 1 - lr * weight_decay */
+  float step_size;        /* lr / (1 - beta1^t) */
+  float one_minus_beta1;
+  float beta2;
+  float one_minus_beta2;
+  float bias_correction2_sqrt;
+  float eps;
+  float grad_scale;       /* multiplies each gradient first: unscale x clip factor x (+1 or -1) */
+  uint32_t has_decay;     /* 0: weight_decay == 0, decay is not applied */
+} tm_adamw;
+
+/* In place on param, exp_avg, exp_avg_sq; grad is read only. n elements, any alignment. */
+int tm_adamw_fp32(tm_pool *pool, uint32_t isa, const tm_adamw *hyper, size_t n, float *param,
+                  float *exp_avg, float *exp_avg_sq, const float *grad);
+/* bits(master) = ((uint32)hi << 16) + (int16)lo, rounded to hi with ties away from zero. */
+int tm_adamw_split(tm_pool *pool, uint32_t isa, const tm_adamw *hyper, size_t n, uint16_t *hi,
+                   int16_t *lo, float *exp_avg, float *exp_avg_sq, const void *grad,
+                   uint32_t grad_dtype);
+int tm_split_master(tm_pool *pool, size_t n, const float *master, uint16_t *hi, int16_t *lo);
+int tm_merge_master(tm_pool *pool, size_t n, const uint16_t *hi, const int16_t *lo, float *master);
+
+/* destination (+)= source, converting; sums the squares of the result in fp64 in the canonical
+ * order: blocks of TM_NORM_BLOCK elements from the start of the array; within a block, lane i of
+ * 16 sums elements i mod 16 in index order; lanes are added pairwise (8, 4, 2, 1); blocks are
+ * added in index order. Independent of isa and threads. sum_squares may be NULL. */
+enum { TM_NORM_BLOCK = 65536 };
+int tm_accumulate(tm_pool *pool, uint32_t isa, size_t n, void *destination,
+                  uint32_t destination_dtype, const void *source, uint32_t source_dtype,
+                  uint32_t add, double *sum_squares);
+
+/* cffi-end */
+
+#endif

@@ -1,0 +1,172 @@
+/* engine.c: the engine handle: queues, the copy thread, faults, closing, fork. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include "engine.h"
+
+struct tm_engine {
+  const tm_backend *backend;
+  pid_t pid; /* [Note: fork] threads do not survive fork: in a child every call is -ECHILD */
+  pthread_mutex_t mutex; /* adding queues, starting the copier, closing */
+  bool closed;           /* under mutex */
+  tm_fault_point faults;
+  tm_queue *queues[TM_MAX_QUEUES];
+  atomic_uint num_queues; /* published after the queue it counts */
+  _Atomic(tm_copier *) copier;
+};
+
+static bool is_foreign(const tm_engine *engine) { return engine->pid != getpid(); }
+
+static const tm_backend *find_backend(uint32_t backend) {
+  return backend == TM_BACKEND_LIBAIO ? &tm_backend_libaio : NULL;
+}
+
+int tm_engine_create(uint32_t backend, tm_engine **out) {
+  const tm_backend *found = find_backend(backend);
+  if (!found) return -ENOSYS;
+  tm_engine *engine = calloc(1, sizeof *engine);
+  if (!engine) return -ENOMEM;
+  engine->backend = found;
+  engine->pid = getpid();
+  pthread_mutex_init(&engine->mutex, NULL);
+  pthread_mutex_init(&engine->faults.mutex, NULL);
+  *out = engine;
+  return 0;
+}
+
+int tm_engine_add_queue(tm_engine *engine, const tm_queue_options *options, uint32_t *queue) {
+  int rc = 0;
+  if (is_foreign(engine)) return -ECHILD;
+  pthread_mutex_lock(&engine->mutex);
+  uint32_t num = atomic_load(&engine->num_queues);
+  if (engine->closed)
+    rc = -ESHUTDOWN;
+  else if (num == TM_MAX_QUEUES)
+    rc = -ENOSPC;
+  else
+    rc = tm_queue_create(engine->backend, options, &engine->faults, &engine->queues[num]);
+  if (!rc) {
+    atomic_store_explicit(&engine->num_queues, num + 1, memory_order_release);
+    *queue = num;
+  }
+  pthread_mutex_unlock(&engine->mutex);
+  return rc;
+}
+
+static bool is_valid(const tm_io *io) {
+  return io->op < TM_NUM_OPS && io->priority < TM_NUM_PRIORITIES &&
+         io->offset <= INT64_MAX && io->length <= INT64_MAX - io->offset;
+}
+
+int tm_engine_submit(tm_engine *engine, uint32_t queue, const tm_io *io, tm_request **out) {
+  tm_request *request;
+  if (is_foreign(engine)) return -ECHILD;
+  if (!is_valid(io) || queue >= atomic_load_explicit(&engine->num_queues, memory_order_acquire))
+    return -EINVAL;
+  int rc = tm_request_create(io, &request);
+  if (rc) return rc;
+  if (io->length)
+    rc = tm_queue_push(engine->queues[queue], request);
+  else
+    tm_request_finish(request);
+  if (rc)
+    tm_request_discard(request);
+  else
+    *out = request;
+  return rc;
+}
+
+static int start_copier(tm_engine *engine, tm_copier **out) {
+  int rc = 0;
+  tm_copier *copier = atomic_load_explicit(&engine->copier, memory_order_acquire);
+  if (!copier) {
+    pthread_mutex_lock(&engine->mutex);
+    copier = atomic_load_explicit(&engine->copier, memory_order_relaxed);
+    if (engine->closed)
+      rc = -ESHUTDOWN;
+    else if (!copier)
+      rc = tm_copier_create(&copier);
+    if (!rc) atomic_store_explicit(&engine->copier, copier, memory_order_release);
+    pthread_mutex_unlock(&engine->mutex);
+  }
+  *out = copier;
+  return rc;
+}
+
+int tm_engine_copy(tm_engine *engine, void *destination, const void *source, uint64_t length,
+                   tm_request **out) {
+  tm_copier *copier;
+  tm_request *request;
+  tm_io io = {.op = TM_OP_WRITE, .fd = -1, .buffer = destination, .length = length};
+  if (is_foreign(engine)) return -ECHILD;
+  int rc = start_copier(engine, &copier);
+  if (rc) return rc;
+  rc = tm_request_create(&io, &request);
+  if (rc) return rc;
+  request->source = source;
+  rc = tm_copier_push(copier, request);
+  if (rc)
+    tm_request_discard(request);
+  else
+    *out = request;
+  return rc;
+}
+
+int tm_engine_inject(tm_engine *engine, const tm_fault *fault) {
+  if (is_foreign(engine)) return -ECHILD;
+  if (fault->op >= TM_NUM_OPS || fault->kind > TM_FAULT_PARTIAL_SUBMIT || fault->error < 0)
+    return -EINVAL;
+  bool needs_errno = fault->kind == TM_FAULT_ERROR || fault->kind == TM_FAULT_SUBMIT_ERROR;
+  if (fault->repeat && needs_errno && !fault->error) return -EINVAL;
+  pthread_mutex_lock(&engine->faults.mutex);
+  engine->faults.armed = *fault;
+  engine->faults.seen = 0;
+  pthread_mutex_unlock(&engine->faults.mutex);
+  return 0;
+}
+
+int tm_engine_get_stats(tm_engine *engine, tm_engine_stats *out) {
+  uint32_t num = atomic_load_explicit(&engine->num_queues, memory_order_acquire);
+  tm_copier *copier = atomic_load_explicit(&engine->copier, memory_order_acquire);
+  *out = (tm_engine_stats){0};
+  for (uint32_t i = 0; i < num; i++) tm_counters_add(tm_queue_counters(engine->queues[i]), out);
+  if (copier) tm_counters_add(tm_copier_counters(copier), out);
+  return 0;
+}
+
+int tm_engine_queue_stats(tm_engine *engine, uint32_t queue, tm_engine_stats *out) {
+  if (queue >= atomic_load_explicit(&engine->num_queues, memory_order_acquire)) return -EINVAL;
+  *out = (tm_engine_stats){0};
+  tm_counters_add(tm_queue_counters(engine->queues[queue]), out);
+  return 0;
+}
+
+int tm_engine_close(tm_engine *engine) {
+  if (is_foreign(engine)) return -ECHILD;
+  pthread_mutex_lock(&engine->mutex);
+  engine->closed = true;
+  uint32_t num = atomic_load(&engine->num_queues);
+  tm_copier *copier = atomic_load(&engine->copier);
+  for (uint32_t i = 0; i < num; i++) tm_queue_close(engine->queues[i]);
+  if (copier) tm_copier_close(copier);
+  pthread_mutex_unlock(&engine->mutex);
+  return 0;
+}
+
+void tm_engine_free(tm_engine *engine) {
+  if (!engine) return;
+  bool foreign = is_foreign(engine);
+  if (!foreign) tm_engine_close(engine); /* a no-op after close */
+  uint32_t num = atomic_load(&engine->num_queues);
+  tm_copier *copier = atomic_load(&engine->copier);
+  for (uint32_t i = 0; i < num; i++)
+    (foreign ? tm_queue_abandon : tm_queue_free)(engine->queues[i]);
+  if (copier) (foreign ? tm_copier_abandon : tm_copier_free)(copier);
+  if (!foreign) {
+    pthread_mutex_destroy(&engine->mutex);
+    pthread_mutex_destroy(&engine->faults.mutex);
+  }
+  free(engine);
+}

@@ -1,0 +1,126 @@
+/* Four threads on one queue, with faults, copies, a fork and a close in flight; for sanitizers.
+ * usage: engine_stress FILE (made and deleted at once). Prints ok. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "tiermem.h"
+
+enum { PART = 4 << 20, HALF = PART / 2, PIECE = 64 << 10, NUM_READS = 6, NUM_THREADS = 4, ROUNDS = 20 };
+
+#define CHECK(condition)                                         \
+  do {                                                           \
+    if (!(condition)) {                                          \
+      fprintf(stderr, "%d: not %s\n", __LINE__, #condition);     \
+      abort();                                                   \
+    }                                                            \
+  } while (0)
+
+static tm_engine *engine;
+static uint32_t queue;
+static int fd;
+
+static tm_request *start(uint32_t op, uint64_t offset, void *buffer, uint64_t length, int demand) {
+  tm_request *request;
+  tm_io io = {.op = op, .priority = demand ? TM_PRIORITY_DEMAND : TM_PRIORITY_BACKGROUND, .fd = fd,
+              .offset = offset, .buffer = buffer, .length = length};
+  CHECK(tm_engine_submit(engine, queue, &io, &request) == 0);
+  return request;
+}
+
+static void finish(tm_request *request, int slowly) {
+  tm_result result;
+  if (slowly) {
+    while (tm_request_wait(request, 100000) == -ETIMEDOUT) {
+    }
+    CHECK(tm_request_result(request, &result) == 0 && result.status == 0);
+  }
+  tm_request_free(request);
+}
+
+static void arm(int round) {
+  static const uint32_t kinds[] = {TM_FAULT_SHORT, TM_FAULT_SUBMIT_ERROR, TM_FAULT_PARTIAL_SUBMIT};
+  tm_fault fault = {.op = round & 1, .kind = kinds[round % 3], .error = EAGAIN, .nth = round, .repeat = 2};
+  CHECK(tm_engine_inject(engine, &fault) == 0);
+}
+
+static void *work(void *argument) {
+  long number = (long)argument;
+  uint64_t base = (uint64_t)number * PART;
+  char *buffer;
+  CHECK(posix_memalign((void **)&buffer, 4096, PART) == 0);
+  for (int round = 0; round < ROUNDS; round++) {
+    char value = (char)(number * ROUNDS + round);
+    tm_request *reads[NUM_READS], *copy;
+    tm_engine_stats stats;
+    memset(buffer, value, HALF);
+    memset(buffer + HALF, 0, HALF);
+    finish(start(TM_OP_WRITE, base, buffer, HALF, round & 1), 1);
+    for (int i = 0; i < NUM_READS; i++)
+      reads[i] = start(TM_OP_READ, base + i * PIECE, buffer + HALF + i * PIECE, PIECE, i & 1);
+    CHECK(tm_engine_copy(engine, buffer + PART - PIECE, buffer, PIECE, &copy) == 0);
+    for (int i = NUM_READS; i-- > 0;) finish(reads[i], i & 1);
+    finish(copy, 0);
+    for (int i = 0; i < NUM_READS * PIECE; i += PIECE / 2) CHECK(buffer[HALF + i] == value);
+    CHECK(buffer[PART - 1] == value);
+    CHECK(tm_engine_get_stats(engine, &stats) == 0 && stats.max_in_flight <= 12);
+    arm(round);
+  }
+  free(buffer);
+  return NULL;
+}
+
+/* In the child nothing may hang. */
+static void fork_with(tm_request *in_flight) {
+  int status;
+  pid_t pid = fork();
+  CHECK(pid >= 0);
+  if (pid == 0) {
+    tm_request *request;
+    tm_io io = {.op = TM_OP_READ, .fd = fd};
+    int rc = tm_request_wait(in_flight, -1);
+    if (rc != 0 && rc != -ECHILD) _exit(1);
+    if (tm_engine_submit(engine, queue, &io, &request) != -ECHILD) _exit(2);
+    if (tm_engine_close(engine) != -ECHILD) _exit(3);
+    tm_request_free(in_flight);
+    tm_engine_free(engine);
+    _exit(0);
+  }
+  CHECK(waitpid(pid, &status, 0) == pid && status == 0);
+}
+
+static void run(void) {
+  tm_queue_options options = {.chunk_bytes = PIECE, .read_depth = 8, .write_depth = 4};
+  pthread_t threads[NUM_THREADS];
+  tm_result result;
+  char *buffer;
+  CHECK(tm_engine_create(TM_BACKEND_LIBAIO, &engine) == 0);
+  CHECK(tm_engine_add_queue(engine, &options, &queue) == 0);
+  for (long i = 0; i < NUM_THREADS; i++) CHECK(pthread_create(&threads[i], NULL, work, (void *)i) == 0);
+  for (int i = 0; i < NUM_THREADS; i++) pthread_join(threads[i], NULL);
+  CHECK(posix_memalign((void **)&buffer, 4096, HALF) == 0);
+  tm_request *request = start(TM_OP_READ, 0, buffer, HALF, 0);
+  fork_with(request);
+  CHECK(tm_engine_close(engine) == 0);
+  tm_engine_free(engine);
+  CHECK(tm_request_result(request, &result) == 0 && result.status == 0 && result.transferred == HALF);
+  tm_request_free(request); /* after its engine: allowed */
+  free(buffer);
+}
+
+int main(int argc, char **argv) {
+  CHECK(argc == 2);
+  fd = open(argv[1], O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+  CHECK(fd >= 0);
+  unlink(argv[1]);
+  for (int i = 0; i < 2; i++) run();
+  close(fd);
+  puts("ok");
+  return 0;
+}

@@ -1,0 +1,80 @@
+"""Wrong tensors, names and numbers are refused with the value and the limit; nothing is touched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tiermem.errors import ConfigError, StateError
+from tiermem.kernels import AdamWStep, Kernels, available_kernels, open_kernels
+
+STEP = AdamWStep(1e-3, 0.9, 0.95, 1e-8, 0.1, 1)
+
+
+def test_wrong_tensors(opened: dict[str, Kernels]) -> None:
+    good = torch.zeros(8)
+    for bad in (torch.zeros(9), torch.zeros(8).double(), torch.zeros(16)[::2], torch.zeros(2, 4)):
+        for kernels in opened.values():
+            with pytest.raises(ValueError, match=r"exp_avg is torch\.float.*must be .*\(8,\)"):
+                kernels.adamw_fp32(STEP, good, bad, good, good)
+            with pytest.raises(ValueError, match=r"out is|hi is"):
+                kernels.merge_master(torch.zeros(8).bfloat16(), torch.zeros(8, dtype=torch.int16), bad)
+
+
+def test_bf16_gradient_needs_a_split_master(opened: dict[str, Kernels]) -> None:
+    for kernels in opened.values():
+        with pytest.raises(ValueError, match=r"grad is torch\.bfloat16"):
+            kernels.adamw_fp32(STEP, *(torch.zeros(8) for _ in range(3)), torch.zeros(8).bfloat16())
+
+
+def test_adding_into_bf16_is_refused(opened: dict[str, Kernels]) -> None:
+    for kernels in opened.values():
+        with pytest.raises(ValueError, match=r"destination is torch\.bfloat16"):
+            kernels.accumulate(torch.zeros(8).bfloat16(), torch.zeros(8), add=True)
+
+
+def test_adding_into_bf16_is_refused_by_the_core() -> None:
+    native = pytest.importorskip("tiermem._native")
+    ffi, lib = native.ffi, native.lib
+    data = ffi.new("float[16]")
+    arguments = (ffi.NULL, lib.TM_ISA_PLAIN, 8, data, lib.TM_BFLOAT16, data)
+    assert lib.tm_accumulate(*arguments, lib.TM_FLOAT32, 1, ffi.NULL) == -22
+    assert lib.tm_accumulate(*arguments, lib.TM_FLOAT32, 0, ffi.NULL) == 0
+    assert lib.tm_accumulate(*arguments, 7, 0, ffi.NULL) == -22
+
+
+def test_core_refuses_unknown_numbers() -> None:
+    native = pytest.importorskip("tiermem._native")
+    ffi, lib = native.ffi, native.lib
+    hyper, out = ffi.new("tm_adamw *"), ffi.new("tm_pool **")
+    assert lib.tm_adamw_fp32(ffi.NULL, 99, hyper, 0, *[ffi.NULL] * 4) == -22
+    assert lib.tm_adamw_fp32(ffi.NULL, lib.TM_ISA_PLAIN, hyper, 1, *[ffi.NULL] * 4) == -22
+    assert lib.tm_adamw_split(ffi.NULL, lib.TM_ISA_PLAIN, hyper, 0, *[ffi.NULL] * 5, 9) == -22
+    assert lib.tm_pool_create(0, out) == -22
+    assert lib.tm_pool_create(10**6, out) == -22
+
+
+@pytest.mark.parametrize("name", available_kernels())
+def test_closed_kernels_say_so(name: str) -> None:
+    kernels = open_kernels(name)
+    kernels.close()
+    kernels.close()
+    with pytest.raises(StateError, match="closed"):
+        kernels.accumulate(torch.zeros(8), torch.zeros(8), add=True)
+
+
+def test_names() -> None:
+    with open_kernels() as kernels:
+        assert kernels.name == available_kernels()[0]
+        assert kernels.num_threads >= 1
+    with pytest.raises(ConfigError, match=r"'sse9'.*auto, .*torch"):
+        open_kernels("sse9")
+    with pytest.raises(ConfigError, match="num_threads is 0"):
+        open_kernels("auto", 0)
+
+
+def test_steps_count_from_one() -> None:
+    with pytest.raises(ValueError, match="step is 0"):
+        AdamWStep(1e-3, 0.9, 0.95, 1e-8, 0.1, 0)
+    with pytest.raises(ValueError, match=r"beta2 is 1\.0"):
+        AdamWStep(1e-3, 0.9, 1.0, 1e-8, 0.1, 1)

@@ -1,0 +1,38 @@
+"""Benchmarks of the kernels (pytest-benchmark); no test on absolute time. See bench/adam.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tiermem.kernels import AdamWStep, Kernels
+
+NUMEL = 2**20
+STEP = AdamWStep(1e-3, 0.9, 0.95, 1e-8, 0.1, 3)
+
+
+@pytest.mark.benchmark(group="adamw_split, 1 Mi elements")
+@pytest.mark.parametrize("name", ["avx512", "avx2", "plain", "torch"])
+def test_adamw_split(benchmark: Any, opened: dict[str, Kernels], name: str) -> None:
+    if name not in opened:
+        pytest.skip(f"no {name} kernels here")
+    hi, lo = torch.ones(NUMEL, dtype=torch.bfloat16), torch.zeros(NUMEL, dtype=torch.int16)
+    moments = [torch.zeros(NUMEL), torch.zeros(NUMEL)]
+    grad = torch.randn(NUMEL).bfloat16()
+    arguments = (STEP, hi, lo, *moments, grad)
+    benchmark.pedantic(opened[name].adamw_split, args=arguments, rounds=5, warmup_rounds=1)
+    assert not torch.equal(hi, torch.ones_like(hi))
+
+
+@pytest.mark.benchmark(group="accumulate, 1 Mi elements")
+@pytest.mark.parametrize("name", ["avx512", "avx2", "plain", "torch"])
+def test_accumulate(benchmark: Any, opened: dict[str, Kernels], name: str) -> None:
+    if name not in opened:
+        pytest.skip(f"no {name} kernels here")
+    total, grad = torch.zeros(NUMEL), torch.ones(NUMEL).bfloat16()
+    norm = benchmark.pedantic(
+        opened[name].accumulate, args=(total, grad), kwargs={"add": True}, rounds=5, warmup_rounds=1
+    )
+    assert norm == NUMEL * 6.0**2

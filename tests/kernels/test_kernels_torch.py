@@ -1,0 +1,90 @@
+"""The torch kernels give the native bits: they are the oracle, and what runs without a compiler."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tiermem.kernels import AdamWStep, Kernels
+from tiermem.kernels.torch_kernels import _fma
+
+finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def rounded(exact: Fraction) -> float:
+    """To fp32, nearest even, by integers alone."""
+    if exact == 0:
+        return 0.0
+    magnitude = abs(exact)
+    exponent = magnitude.numerator.bit_length() - magnitude.denominator.bit_length()
+    exponent -= magnitude < Fraction(2) ** exponent
+    unit = Fraction(2) ** (max(exponent, -126) - 23)
+    value = float(round(magnitude / unit) * unit) if exponent < 128 else math.inf
+    return math.copysign(math.inf if value >= 2.0**128 else value, exact)
+
+
+@settings(max_examples=300)
+@given(finite, finite, finite)
+# Double rounding: the exact sum lies just above, and just below, the middle of two fp32 values.
+@example(1 + 2.0**-12, 1 + 2.0**-12, 2.0**-60)
+@example(1 + 2.0**-12, 1 + 2.0**-12, -(2.0**-60))
+@example(1.0, 1 + 2.0**-23, 2.0**-24 + 2.0**-47)
+@example(-(2.0**-80), 2.0**-60, 2.0**-149)
+def test_fma_rounds_once(a: float, b: float, c: float) -> None:
+    expected = rounded(Fraction(a) * Fraction(b) + Fraction(c))
+    result = _fma(*(torch.tensor([x], dtype=torch.float32) for x in (a, b, c))).item()
+    assert result == expected
+
+
+def test_two_roundings_would_not_do() -> None:
+    """What the emulation guards against does happen: the examples above are not for show."""
+    a, c = 1 + 2.0**-12, 2.0**-60
+    twice = (torch.tensor(a, dtype=torch.float64) ** 2 + c).float().item()
+    assert twice != rounded(Fraction(a) ** 2 + Fraction(c))
+
+
+def state(numel: int, grad_dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    wide = [
+        torch.randn(numel, generator=generator)
+        * 10 ** (torch.rand(numel, generator=generator) * 50 - 40)
+        for _ in range(4)
+    ]
+    return [wide[0], wide[1], wide[2].abs(), wide[3].to(grad_dtype)]
+
+
+@pytest.mark.parametrize("beta1", [0.9, 0.3])
+@pytest.mark.parametrize("weight_decay", [0.1, 0.0])
+def test_fp32_is_native(
+    native: dict[str, Kernels], opened: dict[str, Kernels], beta1: float, weight_decay: float
+) -> None:
+    start = state(300_001, torch.float32)
+    step = AdamWStep(1e-3, beta1, 0.95, 1e-8, weight_decay, 3, grad_scale=0.3)
+    results = []
+    for name in ("plain", "torch"):
+        results.append([t.clone() for t in start])
+        opened[name].adamw_fp32(step, *results[-1])
+    for mine, other in zip(*results, strict=True):
+        assert torch.equal(mine.view(torch.int32), other.view(torch.int32))
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+def test_split_is_native(
+    native: dict[str, Kernels], opened: dict[str, Kernels], grad_dtype: torch.dtype
+) -> None:
+    master, *rest = state(300_001, grad_dtype)
+    step = AdamWStep(1e-3, 0.9, 0.95, 1e-8, 0.1, 3)
+    results = []
+    for name in ("plain", "torch"):
+        hi, lo = torch.empty(300_001, dtype=torch.bfloat16), torch.empty(300_001, dtype=torch.int16)
+        opened[name].split_master(master, hi, lo)
+        results.append([hi, lo, *(t.clone() for t in rest)])
+        opened[name].adamw_split(step, *results[-1])
+    for mine, other in zip(*results, strict=True):
+        assert torch.equal(mine, other)

@@ -1,0 +1,71 @@
+"""What `tiermem train` was asked to do. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiermem.cli.directory import default_directory
+from tiermem.config import TierConfig, _read_json, load_config
+from tiermem.errors import ConfigError
+
+DEFAULT_PARAMETERS = 125_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Either a parameter count or explicit sizes."""
+
+    parameters: int | None
+    layers: int | None
+    hidden: int | None
+    heads: int | None
+    context: int
+
+    def __post_init__(self) -> None:
+        explicit = (self.layers, self.hidden, self.heads)
+        if self.parameters is not None and any(explicit):
+            raise ConfigError("--params and --layers, --hidden, --heads exclude each other")
+        if any(explicit) and not (self.layers and self.hidden):
+            raise ConfigError("explicit sizes need both --layers and --hidden")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainJob:
+    """One training run. Sizes in elements, tokens and steps."""
+
+    size: ModelSize
+    files: tuple[Path, ...]
+    batch_size: int
+    sequence_length: int
+    steps: int
+    learning_rate: float
+    cosine: bool
+    warmup: int
+    weight_decay: float
+    seed: int
+    check: bool
+    as_json: bool
+    config_file: Path | None
+    settings: Mapping[str, Any]  # TierConfig keys given on the command line
+
+    def tier_config(self) -> TierConfig:
+        """The configuration file, overridden by the command line, completed by defaults."""
+        values: dict[str, Any] = {"params": "nvme", "optimizer": "nvme"}
+        if self.config_file is not None:
+            given = _read_json(self.config_file)
+            if not isinstance(given, dict):
+                raise ConfigError(f"{self.config_file} holds no JSON object")
+            values.update(given)
+        values.update(self.settings)
+        values.setdefault("gradient_accumulation_steps", 1)
+        values.setdefault("gradient_clipping", 0.0)
+        if values["gradient_accumulation_steps"] != 1:
+            raise ConfigError(
+                "tiermem train takes one micro-step: gradient_accumulation_steps must be 1"
+            )
+        if "nvme" in (values["params"], values["optimizer"]) and not values.get("paths"):
+            values["paths"] = [str(default_directory())]
+        return load_config(values)

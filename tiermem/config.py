@@ -1,0 +1,150 @@
+"""`TierConfig`: everything a user can set, checked at once.
+
+Sizes take numbers of bytes or strings such as ``"256MiB"``. Unknown keys are refused with the
+nearest valid one; all problems are reported in one message.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ByteSize, ConfigDict, ValidationError, model_validator
+from pydantic import Field as Default
+
+from tiermem.errors import ConfigError
+
+Placement = Literal["device", "host", "nvme"]
+Update = Literal["deferred", "backward"]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class IOConfig(_Strict):
+    """How each path is driven."""
+
+    backend: Literal["auto", "libaio", "threads"] = "auto"
+    direct: bool = Default(True, description="O_DIRECT; falls back to buffered, said once")
+    chunk_bytes: ByteSize = Default(ByteSize(1 << 20), ge=4096, le=1 << 30, multiple_of=4096)
+    read_depth: int = Default(16, ge=1, le=1024)
+    write_depth: int = Default(8, ge=1, le=1024)
+
+
+class TierConfig(_Strict):
+    """The configuration of one `Runtime`."""
+
+    params: Placement = Default("host", description="where sharded parameters live")
+    optimizer: Placement = Default("host", description="where optimizer states live")
+    paths: tuple[Path, ...] = Default((), description="existing directories, one per drive")
+    path_weights: tuple[float, ...] | None = Default(
+        None, description="share of each path; equal when not given"
+    )
+    compute_dtype: Literal["bf16", "fp32"] | None = Default(
+        None, description="cast parameters at sharding; default: keep each one's own"
+    )
+    device: str = Default("auto", description="'cpu', 'cuda', or 'auto': the accelerator if any")
+    host_memory: ByteSize | None = Default(
+        None, gt=0, description="budget; default: what the machine and cgroup leave, per local rank"
+    )
+    device_memory: ByteSize | None = Default(None, gt=0, description="budget for gathered parameters")
+    resident_memory: ByteSize | None = Default(
+        None, ge=0, description="host memory that keeps parts of NVMe records; default: all that is left"
+    )
+    update: Update | None = Default(
+        None, description="default: 'backward' if one micro-step and no clipping are declared"
+    )
+    gradient_accumulation_steps: int | None = Default(None, ge=1)
+    gradient_clipping: float | None = Default(None, ge=0, description="declared; 0 means none")
+    prefetch_bytes: ByteSize | None = Default(
+        None, ge=0, description="parameters fetched ahead; 0 is off; default: as the budget allows"
+    )
+    sub_group_numel: int | None = Default(None, ge=4096, description="elements per update slice")
+    persistence_threshold_numel: int = Default(
+        100_000, ge=0, description="parameters with fewer elements are never partitioned"
+    )
+    stripe_bytes: ByteSize = Default(ByteSize(1 << 20), ge=4096, multiple_of=4096)
+    poison_released: bool = Default(
+        False, description="debugging: fill released gather buffers with NaN"
+    )
+    pin_memory: bool = Default(True, description="lock host memory where the limit allows")
+    io: IOConfig = IOConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TierConfig:
+        nvme = [key for key in ("params", "optimizer") if getattr(self, key) == "nvme"]
+        if nvme and not self.paths:
+            raise ValueError(f"{' and '.join(nvme)}: 'nvme' needs at least one directory in 'paths'")
+        if self.path_weights is not None:
+            if len(self.path_weights) != len(self.paths):
+                raise ValueError(
+                    f"path_weights has {len(self.path_weights)} entries for {len(self.paths)} paths"
+                )
+            if any(not weight > 0 for weight in self.path_weights):
+                raise ValueError(f"path_weights must all be above 0, not {list(self.path_weights)}")
+        if self.update == "backward" and (self.gradient_clipping or 0) > 0:
+            raise ValueError("update: 'backward' cannot clip by the global norm; use 'deferred'")
+        if self.update == "backward" and (self.gradient_accumulation_steps or 1) > 1:
+            raise ValueError("update: 'backward' declares one micro-step; use 'deferred' to accumulate")
+        return self
+
+    @property
+    def effective_update(self) -> Update:
+        """The update mode in force (see ``update``)."""
+        if self.update is not None:
+            return self.update
+        declared = self.gradient_accumulation_steps == 1 and self.gradient_clipping == 0
+        return "backward" if declared else "deferred"
+
+    @property
+    def uses_nvme(self) -> bool:
+        return "nvme" in (self.params, self.optimizer)
+
+
+def load_config(source: TierConfig | Mapping[str, Any] | str | Path) -> TierConfig:
+    """A checked configuration from itself, a mapping, or the path of a JSON file.
+
+    Raises `ConfigError` that lists every problem.
+    """
+    if isinstance(source, TierConfig):
+        return source
+    if isinstance(source, (str, Path)):
+        source = _read_json(Path(source))
+    if not isinstance(source, Mapping):
+        raise ConfigError(f"a configuration is a mapping, a path or a TierConfig, not {source!r}")
+    try:
+        return TierConfig.model_validate(dict(source))
+    except ValidationError as error:
+        problems = [_explain(problem) for problem in error.errors()]
+        count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+        raise ConfigError(f"{count} in the configuration:\n  " + "\n  ".join(problems)) from None
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+
+
+def _explain(problem: Any) -> str:
+    location = [str(part) for part in problem["loc"]]
+    key = ".".join(location) or "(whole)"
+    if problem["type"] == "extra_forbidden":
+        model = IOConfig if location[:-1] == ["io"] else TierConfig
+        near = difflib.get_close_matches(location[-1], model.model_fields, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; valid: {', '.join(model.model_fields)}"
+        return f"{key}: unknown key{hint}"
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "value_error" and not location:
+        return str(message)
+    return f"{key}: {message}; got {problem['input']!r}"
+
+
+PLACEMENTS: tuple[str, ...] = get_args(Placement)

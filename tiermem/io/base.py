@@ -1,0 +1,136 @@
+"""The interface of every I/O backend. Imports no torch.
+
+An `Engine` owns queues. A *path queue* is one submission queue and one thread for one storage
+path; the *copy queue* moves bytes between two places in memory, so that a record kept partly in
+host memory is fetched from DRAM and drives at once. Requests may have any size: the backend cuts
+them into chunks, keeps chunks of many requests in flight up to the queue's depth, and completes
+each request by itself.
+
+Addresses are plain integers. The caller promises that the memory stays valid until the request
+has completed; a `Request` holds ``owner`` for that purpose and drops it on completion being
+*observed* (``wait`` returned or ``done`` was True).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+class Op(enum.IntEnum):
+    READ = 0
+    WRITE = 1
+
+
+class Priority(enum.IntEnum):
+    """DEMAND goes ahead of everything queued; BACKGROUND is prefetch and write-back."""
+
+    DEMAND = 0
+    BACKGROUND = 1
+
+
+@dataclass(frozen=True, slots=True)
+class QueueOptions:
+    """How one path queue submits. Sizes in bytes, depths in chunks."""
+
+    chunk_bytes: int = 1 << 20
+    read_depth: int = 16
+    write_depth: int = 16
+
+
+class FaultKind(enum.IntEnum):
+    """What an injected fault does to a chunk."""
+
+    ERROR = 0  # the chunk completes with -errno
+    SHORT = 1  # the chunk transfers only half of its bytes (at least one block less)
+    SUBMIT_ERROR = 2  # the submission itself returns -errno (EINTR, EAGAIN)
+    PARTIAL_SUBMIT = 3  # the kernel accepts only the first chunk of a batch
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault at an exact point, for tests: the ``nth`` chunk (from 0) of ``op``."""
+
+    op: Op
+    nth: int
+    kind: FaultKind
+    errno: int = 0
+    repeat: int = 1  # how many chunks in a row are hit; SUBMIT_ERROR: attempts of the one chunk
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Totals since the engine was made. Bytes moved by completed chunks, per direction."""
+
+    read_bytes: int = 0
+    written_bytes: int = 0
+    copied_bytes: int = 0
+    read_chunks: int = 0
+    written_chunks: int = 0
+    submit_calls: int = 0
+    retries: int = 0  # EINTR, EAGAIN, short transfers continued
+    max_in_flight: int = 0
+    by_queue: dict[int, tuple[int, int]] = field(default_factory=dict)  # queue: (read, written) bytes
+
+
+class Request(Protocol):
+    """One transfer. Its result must be read: ``wait`` raises `OSError` if it failed."""
+
+    length: int
+
+    def done(self) -> bool:
+        """Whether it has completed (well or not). Never blocks."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Blocks (without the GIL) until complete. Raises OSError(errno) on failure or
+        TimeoutError; a short transfer that could not be continued is OSError(EIO) that says so.
+        Calling it again gives the same result."""
+
+
+class Engine(Protocol):
+    name: str
+    """``libaio``, ``threads``; what is really in use."""
+    reason: str
+    """Why this backend was chosen."""
+
+    def add_queue(self, options: QueueOptions) -> int:
+        """A new path queue; its number."""
+
+    def submit(
+        self,
+        queue: int,
+        op: Op,
+        fd: int,
+        offset: int,
+        address: int,
+        length: int,
+        *,
+        owner: object = None,
+        priority: Priority = Priority.BACKGROUND,
+    ) -> Request:
+        """Starts a transfer and returns at once. With an O_DIRECT ``fd`` offset, address and
+        length are multiples of ALIGNMENT."""
+
+    def copy(self, destination: int, source: int, length: int, *, owner: object = None) -> Request:
+        """Starts a memory-to-memory copy on the copy queue and returns at once."""
+
+    def inject(self, fault: Fault | None) -> None:
+        """For tests: arms one fault (None disarms). Counting starts with this call."""
+
+    def stats(self) -> EngineStats: ...
+
+    def close(self) -> None:
+        """Waits for everything in flight, stops the threads. Idempotent. Submitting afterwards
+        raises StateError."""
+
+
+class EngineFactory(Protocol):
+    def __call__(self) -> Engine: ...
+
+
+ProbeResult = tuple[str, str]
+"""(backend name, why it was chosen or why not)."""
+
+Probe = Callable[[str], ProbeResult]

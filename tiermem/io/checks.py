@@ -1,0 +1,47 @@
+"""What every backend asks of its arguments."""
+
+from __future__ import annotations
+
+from tiermem.errors import ConfigError, StateError
+from tiermem.io.base import QueueOptions
+from tiermem.types import ALIGNMENT, format_bytes
+
+MAX_CHUNK_BYTES = 1 << 30
+MAX_DEPTH = 4096
+MAX_OFFSET = (1 << 63) - 1
+
+
+def check_options(options: QueueOptions) -> None:
+    """Raises ConfigError listing everything that a queue cannot work with."""
+    problems = []
+    size = options.chunk_bytes
+    if size <= 0 or size % ALIGNMENT or size > MAX_CHUNK_BYTES:
+        problems.append(
+            f"chunk_bytes is {size}; it must be a positive multiple of {ALIGNMENT} "
+            f"up to {format_bytes(MAX_CHUNK_BYTES)}"
+        )
+    for name, depth in (("read_depth", options.read_depth), ("write_depth", options.write_depth)):
+        if not 1 <= depth <= MAX_DEPTH:
+            problems.append(f"{name} is {depth}; it must be 1 to {MAX_DEPTH}")
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def check_transfer(fd: int, offset: int, address: int, length: int) -> None:
+    """Raises ValueError for a transfer that no file or memory can hold."""
+    if fd < 0 or offset < 0 or length < 0 or offset + length > MAX_OFFSET or (length and address <= 0):
+        raise ValueError(
+            f"fd {fd}, offset {offset}, address {address}, length {length}: none may be negative, "
+            f"the address not 0, and offset + length at most {MAX_OFFSET}"
+        )
+
+
+def closed_error() -> StateError:
+    return StateError("the I/O engine is closed; open another with tiermem.io.open_engine()")
+
+
+def forked_error(pid: int) -> StateError:
+    return StateError(
+        f"this I/O engine belongs to process {pid} that opened it; its threads do not exist in a "
+        "forked child: open an engine after the fork, or use the 'spawn' start method"
+    )

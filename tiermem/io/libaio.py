@@ -1,0 +1,188 @@
+"""The native engine over Linux AIO. One C thread per path queue; the GIL is never held for it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+import warnings
+from typing import Any
+
+import tiermem._native as _native
+
+from tiermem.io import checks
+from tiermem.io.base import EngineStats, Fault, Op, Priority, QueueOptions
+from tiermem.io.request import Outcome, PendingRequest
+
+ffi: Any = _native.ffi
+lib: Any = _native.lib
+
+_WAIT_SLICE_SECONDS = 0.5  # a wait without end comes back this often, so that Ctrl-C works
+_NO_FAULT = (0, lib.TM_FAULT_ERROR, 0, 0, 0)
+
+
+def _aio_limit() -> str:
+    values = []
+    for name in ("aio-nr", "aio-max-nr"):
+        try:
+            with open(f"/proc/sys/fs/{name}", encoding="ascii") as file:
+                values.append(f"fs.{name} is {file.read().strip()}")
+        except OSError:
+            values.append(f"fs.{name} is unreadable")
+    return ", ".join(values)
+
+
+class NativeRequest(PendingRequest):
+    """A transfer of the native engine."""
+
+    def __init__(
+        self, handle: Any, operation: str, offset: int, length: int, owner: object, pid: int
+    ) -> None:
+        super().__init__(operation, offset, length, owner)
+        # tm_request_free waits, should the last reference go while the kernel still writes.
+        # Not released earlier: another thread may be inside a wait on it.
+        self._handle = ffi.gc(handle, lib.tm_request_free)
+        self._pid = pid
+
+    def _await(self, timeout: float | None) -> Outcome | None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        code = lib.tm_request_wait(self._handle, 0)
+        while code == -errno.ETIMEDOUT:
+            left = _WAIT_SLICE_SECONDS if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                return None
+            code = lib.tm_request_wait(self._handle, int(min(left, _WAIT_SLICE_SECONDS) * 1e9))
+        if code == -errno.ECHILD:
+            raise checks.forked_error(self._pid)
+        result = ffi.new("tm_result *")
+        lib.tm_request_result(self._handle, result)
+        return Outcome(result.status, result.failed_at, result.transferred)
+
+
+class LibaioEngine:
+    """`tiermem.io.base.Engine` on the native core."""
+
+    name = "libaio"
+
+    def __init__(self) -> None:
+        self.reason = "asked for"
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # of _closed and _num_queues
+        self._closed = False
+        self._num_queues = 0
+        out = ffi.new("tm_engine **")
+        code = lib.tm_engine_create(lib.TM_BACKEND_LIBAIO, out)
+        if code:
+            raise OSError(-code, f"the native engine does not start: {os.strerror(-code)}")
+        self._handle = ffi.gc(out[0], lib.tm_engine_free)
+
+    def _check(self, code: int, action: str) -> None:
+        if code == 0:
+            return
+        if code == -errno.ESHUTDOWN:
+            raise checks.closed_error()
+        if code == -errno.ECHILD:
+            raise checks.forked_error(self._pid)
+        raise OSError(-code, f"{action} failed: {os.strerror(-code)}")
+
+    def add_queue(self, options: QueueOptions) -> int:
+        """A new path queue; its number. OSError when the system has no AIO contexts left."""
+        checks.check_options(options)
+        native = ffi.new(
+            "tm_queue_options *", (options.chunk_bytes, options.read_depth, options.write_depth)
+        )
+        number = ffi.new("uint32_t *")
+        code = lib.tm_engine_add_queue(self._handle, native, number)
+        if code == -errno.EAGAIN:
+            depth = options.read_depth + options.write_depth
+            raise OSError(
+                errno.EAGAIN,
+                f"the kernel has no room for {depth} more asynchronous requests ({_aio_limit()}): "
+                "raise fs.aio-max-nr with sysctl, lower the queue depths, or use the threads backend",
+            )
+        self._check(code, "adding a queue")
+        with self._lock:
+            self._num_queues = max(self._num_queues, int(number[0]) + 1)
+        return int(number[0])
+
+    def submit(
+        self,
+        queue: int,
+        op: Op,
+        fd: int,
+        offset: int,
+        address: int,
+        length: int,
+        *,
+        owner: object = None,
+        priority: Priority = Priority.BACKGROUND,
+    ) -> NativeRequest:
+        """Starts a transfer and returns at once."""
+        checks.check_transfer(fd, offset, address, length)
+        if not 0 <= queue < self._num_queues:
+            raise ValueError(f"queue is {queue}; there are {self._num_queues}")
+        io = ffi.new(
+            "tm_io *", (int(op), int(priority), fd, offset, ffi.cast("void *", address), length)
+        )
+        out = ffi.new("tm_request **")
+        operation = "read" if op == Op.READ else "write"
+        self._check(lib.tm_engine_submit(self._handle, queue, io, out), f"submitting a {operation}")
+        return NativeRequest(out[0], operation, offset, length, owner, self._pid)
+
+    def copy(
+        self, destination: int, source: int, length: int, *, owner: object = None
+    ) -> NativeRequest:
+        """Starts a memory-to-memory copy (no overlap) and returns at once."""
+        checks.check_transfer(0, 0, min(destination, source), length)
+        out = ffi.new("tm_request **")
+        code = lib.tm_engine_copy(
+            self._handle, ffi.cast("void *", destination), ffi.cast("void *", source), length, out
+        )
+        self._check(code, "submitting a copy")
+        return NativeRequest(out[0], "copy", 0, length, owner, self._pid)
+
+    def inject(self, fault: Fault | None) -> None:
+        """Arms one fault, or disarms with None; counting starts anew."""
+        if self._closed:
+            raise checks.closed_error()
+        values = _NO_FAULT
+        if fault is not None:
+            values = (int(fault.op), int(fault.kind), fault.errno, fault.nth, fault.repeat)
+        self._check(lib.tm_engine_inject(self._handle, ffi.new("tm_fault *", values)), "arming a fault")
+
+    def stats(self) -> EngineStats:
+        native = ffi.new("tm_engine_stats *")
+        lib.tm_engine_get_stats(self._handle, native)
+        total = EngineStats(
+            read_bytes=native.read_bytes,
+            written_bytes=native.written_bytes,
+            copied_bytes=native.copied_bytes,
+            read_chunks=native.read_chunks,
+            written_chunks=native.written_chunks,
+            submit_calls=native.submit_calls,
+            retries=native.retries,
+            max_in_flight=native.max_in_flight,
+        )
+        for queue in range(self._num_queues):
+            lib.tm_engine_queue_stats(self._handle, queue, native)
+            total.by_queue[queue] = (native.read_bytes, native.written_bytes)
+        return total
+
+    def close(self) -> None:
+        """Drains, joins the threads and gives their descriptors back. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        lib.tm_engine_close(self._handle)  # -ECHILD in a forked child: nothing of ours to close
+
+    def __enter__(self) -> LibaioEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True) and self._pid == os.getpid():
+            warnings.warn("an I/O engine was not closed", ResourceWarning, source=self, stacklevel=2)

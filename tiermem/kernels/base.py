@@ -1,0 +1,120 @@
+"""What an update kernel is: the interface, and the scalars of one step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from typing_extensions import Self
+
+NORM_BLOCK_NUMEL = 65536
+NORM_LANES = 16
+"""The canonical order of a sum of squares (fp64): blocks of ``NORM_BLOCK_NUMEL`` elements from the
+start of the array; within a block lane ``i`` of ``NORM_LANES`` sums the elements ``i mod 16`` in
+index order; lanes are added pairwise (8, 4, 2, 1); blocks are added in index order."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdamWStep:
+    """The scalars of one AdamW update (Loshchilov and Hutter, algorithm 2), frozen.
+
+    ``step`` counts from 1. ``grad_scale`` multiplies each gradient first: it unscales, clips, and
+    maximizes when negative; exactly 1.0 changes no bit. Everything derived is computed in double,
+    as torch's fused implementation does, and rounded to fp32 once by the kernel.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    grad_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.step < 1:
+            raise ValueError(f"step is {self.step}, must be at least 1: the first update is step 1")
+        for name in ("beta1", "beta2"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be at least 0 and below 1")
+
+    @property
+    def decay(self) -> float:
+        """What the parameter is multiplied by first; not applied at all without weight decay."""
+        return 1 - self.lr * self.weight_decay
+
+    @property
+    def step_size(self) -> float:
+        return self.lr / (1 - math.pow(self.beta1, self.step))
+
+    @property
+    def bias_correction2_sqrt(self) -> float:
+        return math.sqrt(1 - math.pow(self.beta2, self.step))
+
+
+class Kernels(Protocol):
+    """Update kernels on one-dimensional contiguous tensors; each method works in place.
+
+    All implementations give the same bits for any slicing of the same arrays (NaN payloads in fp32
+    excepted). The native ones take CPU tensors and release the GIL; any thread may call, calls
+    take turns. Wrong dtypes, lengths, layouts or devices raise ``ValueError``, a call after
+    :meth:`close` raises ``StateError``.
+    """
+
+    @property
+    def name(self) -> str:
+        """``avx512``, ``avx2``, ``plain`` or ``torch``."""
+
+    @property
+    def num_threads(self) -> int: ...
+
+    def adamw_fp32(
+        self, hyper: AdamWStep, param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor
+    ) -> None:
+        """One AdamW update of fp32 ``param`` and its fp32 moments from an fp32 gradient.
+
+        Bit-equal to the vector path of ``torch.optim.AdamW(fused=True)`` on the CPU.
+        """
+
+    def adamw_split(
+        self,
+        hyper: AdamWStep,
+        hi: Tensor,
+        lo: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        grad: Tensor,
+    ) -> None:
+        """The same update of a split master: ``hi`` bf16, ``lo`` int16, ``grad`` bf16 or fp32."""
+
+    def split_master(self, master: Tensor, hi: Tensor, lo: Tensor) -> None:
+        """fp32 ``master`` to ``bits(master) = (hi << 16) + lo``, ``hi`` rounded ties away.
+
+        Exact for everything but NaN; every NaN becomes the one with ``hi`` = 0x7fc0, ``lo`` = 0.
+        """
+
+    def merge_master(self, hi: Tensor, lo: Tensor, out: Tensor) -> None:
+        """The inverse of :meth:`split_master`; ``out`` is fp32."""
+
+    def accumulate(self, destination: Tensor, source: Tensor, *, add: bool) -> float:
+        """``destination += source`` or ``= source``, converting (round to nearest even).
+
+        Returns the sum of squares of the result in the canonical order (:data:`NORM_BLOCK_NUMEL`).
+        fp32 or bf16 each; adding into bf16 is refused. ``destination`` may be ``source``.
+        """
+
+    def close(self) -> None:
+        """Ends the threads; no other call may be running. Calling it again does nothing."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...

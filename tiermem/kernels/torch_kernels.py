@@ -1,0 +1,223 @@
+"""The kernels by torch operations: for machines without a compiler, for other devices, for tests.
+
+Bit-equal to the native kernels on every device with IEEE fp32 and fp64 (payloads of NaNs in fp32
+excepted); many times slower, since torch has no operation that fuses a multiply and an add with
+one rounding on all devices (see :func:`_fma`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+from tiermem.errors import StateError
+from tiermem.kernels.base import NORM_BLOCK_NUMEL, NORM_LANES, AdamWStep
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from typing_extensions import Self
+
+_CHUNK_NUMEL = 4 * NORM_BLOCK_NUMEL
+"""Elements worked on at a time. Bounds the temporaries: about 16 of 8 bytes each, 32 MiB."""
+
+_FLOAT_NAN_BITS = 0x7FC00000
+
+
+class TorchKernels:
+    """Implements :class:`tiermem.kernels.base.Kernels` on tensors of any one device."""
+
+    name = "torch"
+
+    def __init__(self) -> None:
+        self._closed = False
+
+    @property
+    def num_threads(self) -> int:
+        return torch.get_num_threads()
+
+    def adamw_fp32(
+        self, hyper: AdamWStep, param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor
+    ) -> None:
+        numel = self._begin("param", param)
+        for name, tensor in (
+            ("param", param),
+            ("exp_avg", exp_avg),
+            ("exp_avg_sq", exp_avg_sq),
+            ("grad", grad),
+        ):
+            _require(name, tensor, numel, torch.float32)
+        with torch.no_grad():
+            for part in _chunks(numel):
+                param[part] = _adamw(hyper, param[part], exp_avg[part], exp_avg_sq[part], grad[part])
+
+    def adamw_split(
+        self,
+        hyper: AdamWStep,
+        hi: Tensor,
+        lo: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        grad: Tensor,
+    ) -> None:
+        numel = self._begin("hi", hi)
+        _require("hi", hi, numel, torch.bfloat16)
+        _require("lo", lo, numel, torch.int16)
+        _require("exp_avg", exp_avg, numel, torch.float32)
+        _require("exp_avg_sq", exp_avg_sq, numel, torch.float32)
+        _require("grad", grad, numel, torch.float32, torch.bfloat16)
+        with torch.no_grad():
+            for part in _chunks(numel):
+                master = _merge(hi[part], lo[part])
+                master = _adamw(hyper, master, exp_avg[part], exp_avg_sq[part], grad[part].float())
+                _split(master, hi[part], lo[part])
+
+    def split_master(self, master: Tensor, hi: Tensor, lo: Tensor) -> None:
+        numel = self._begin("master", master)
+        _require("master", master, numel, torch.float32)
+        _require("hi", hi, numel, torch.bfloat16)
+        _require("lo", lo, numel, torch.int16)
+        with torch.no_grad():
+            for part in _chunks(numel):
+                _split(master[part], hi[part], lo[part])
+
+    def merge_master(self, hi: Tensor, lo: Tensor, out: Tensor) -> None:
+        numel = self._begin("out", out)
+        _require("hi", hi, numel, torch.bfloat16)
+        _require("lo", lo, numel, torch.int16)
+        _require("out", out, numel, torch.float32)
+        with torch.no_grad():
+            for part in _chunks(numel):
+                out[part] = _merge(hi[part], lo[part])
+
+    def accumulate(self, destination: Tensor, source: Tensor, *, add: bool) -> float:
+        numel = self._begin("destination", destination)
+        _require("destination", destination, numel, torch.float32, *(() if add else (torch.bfloat16,)))
+        _require("source", source, numel, torch.float32, torch.bfloat16)
+        total = 0.0
+        with torch.no_grad():
+            for part in _chunks(numel):
+                if add:
+                    destination[part] += source[part].float()
+                else:
+                    destination[part] = source[part]
+                for block in _block_sums(destination[part].double()):
+                    total += block
+        return total
+
+    def close(self) -> None:
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _begin(self, name: str, tensor: Tensor) -> int:
+        if self._closed:
+            raise StateError("kernels 'torch' are closed; open new ones with open_kernels()")
+        return tensor.numel()
+
+
+def _require(name: str, tensor: Tensor, numel: int, *dtypes: torch.dtype) -> None:
+    if (
+        tensor.dtype not in dtypes
+        or tensor.numel() != numel
+        or tensor.dim() != 1
+        or not tensor.is_contiguous()
+    ):
+        raise ValueError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)}"
+            f"{'' if tensor.is_contiguous() else ', not contiguous'}; must be "
+            f"{' or '.join(map(str, dtypes))} ({numel},), contiguous"
+        )
+
+
+def _chunks(numel: int) -> Iterator[slice]:
+    return (slice(begin, begin + _CHUNK_NUMEL) for begin in range(0, numel, _CHUNK_NUMEL))
+
+
+def _adamw(
+    hyper: AdamWStep, param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor
+) -> Tensor:
+    """The updated fp32 parameter; the moments are updated in place.
+
+    The sequence of operations is that of the native kernel (``native/src/kernels_adamw.c``). A
+    scalar is rounded to fp32 before it meets a tensor, as a tensor: torch is free to use a Python
+    number in double.
+    """
+
+    def fp32(value: float) -> Tensor:
+        return torch.tensor(value, dtype=torch.float32, device=param.device)
+
+    grad = grad * fp32(hyper.grad_scale)
+    if hyper.weight_decay != 0.0:
+        param = param * fp32(hyper.decay)
+    weight = fp32(1 - hyper.beta1)
+    from_grad = not bool(weight.abs() < 0.5)
+    coefficient = weight - 1 if from_grad else weight
+    exp_avg.copy_(_fma(coefficient, grad - exp_avg, grad if from_grad else exp_avg))
+    exp_avg_sq.copy_(_fma(fp32(1 - hyper.beta2) * grad, grad, exp_avg_sq * fp32(hyper.beta2)))
+    # A square root in double, rounded again, is the correctly rounded one (53 >= 2 * 24 + 2 bits);
+    # torch's own for fp32 may come from a vector library that promises less.
+    root = exp_avg_sq.double().sqrt().float()
+    denominator = root / fp32(hyper.bias_correction2_sqrt) + fp32(hyper.eps)
+    return param + exp_avg * fp32(-hyper.step_size) / denominator
+
+
+def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """``a * b + c`` of fp32 tensors rounded once.
+
+    The product is exact in fp64. Their sum is rounded to odd there, and a value rounded to odd with
+    at least two bits to spare rounds to fp32 as the exact one does (Boldo and Melquiond, "Emulation
+    of a FMA and correctly rounded sums: proved algorithms using rounding to odd").
+    """
+    product, addend = a.double() * b.double(), c.double()
+    total = product + addend
+    # Knuth's two-sum: total + error is the exact sum. The error is NaN where the total is not finite.
+    virtual = total - product
+    error = (product - (total - virtual)) + (addend - virtual)
+    bits = total.view(torch.int64)
+    inexact_even = ((error > 0) | (error < 0)) & (bits & 1 == 0)
+    outward = (error > 0) == (total > 0)
+    bits += inexact_even * torch.where(outward, 1, -1)
+    return total.float()
+
+
+def _split(master: Tensor, hi: Tensor, lo: Tensor) -> None:
+    bits = master.view(torch.int32)
+    # Rounding would carry a NaN into other values; without NaNs nothing below overflows.
+    bits = torch.where(master.isnan(), _FLOAT_NAN_BITS, bits)
+    high = (bits + 0x8000) >> 16
+    hi.view(torch.int16).copy_(high)
+    lo.copy_(bits - (high << 16))
+
+
+def _merge(hi: Tensor, lo: Tensor) -> Tensor:
+    return ((hi.view(torch.int16).int() << 16) + lo.int()).view(torch.float32)
+
+
+def _block_sums(values: Tensor) -> list[float]:
+    """Sums of squares (fp64) of each block of the canonical order."""
+    num_blocks = -(-values.numel() // NORM_BLOCK_NUMEL)
+    squares = values.new_zeros(num_blocks * NORM_BLOCK_NUMEL)
+    torch.mul(values, values, out=squares[: values.numel()])
+    # Row r holds elements 16 r to 16 r + 15 of every block. Rows are added one by one: a sum over
+    # the dimension would choose its own order.
+    rows = squares.view(num_blocks, -1, NORM_LANES).transpose(0, 1).contiguous()
+    lanes = rows[0].clone()
+    for row in rows[1:].unbind():
+        lanes += row
+    half = NORM_LANES
+    while half > 1:
+        half //= 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return [float(value) for value in lanes.flatten().tolist()]

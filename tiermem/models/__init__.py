@@ -1,0 +1,1 @@
+"""A GPT, its data and a plain in-memory trainer, for `tiermem train`, benchmarks and tests."""

@@ -1,0 +1,6 @@
+"""Optimizers over tiers."""
+
+from tiermem.optim.adamw import AdamW
+from tiermem.optim.state import LazyState
+
+__all__ = ["AdamW", "LazyState"]

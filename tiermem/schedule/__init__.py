@@ -1,0 +1,1 @@
+"""Pure decisions: use traces, prefetch, division of budgets."""

@@ -1,0 +1,39 @@
+"""Which groups to fetch ahead, and which to give up for them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+
+def plan_prefetch(
+    upcoming: Sequence[int],
+    gathered: Collection[int],
+    group_bytes: Mapping[int, int],
+    ahead_bytes: int,
+) -> list[int]:
+    """The groups of ``upcoming`` to start fetching, in order.
+
+    Groups are taken in order of use until ``ahead_bytes`` of gathered or fetched parameters lie
+    ahead of the present use; those in ``gathered`` are there already but count.
+    """
+    wanted: list[int] = []
+    total = 0
+    for group in upcoming:
+        total += group_bytes[group]
+        if total > ahead_bytes:
+            break
+        if group not in gathered:
+            wanted.append(group)
+    return wanted
+
+
+def choose_victim(
+    candidates: Collection[int], distance: Mapping[int, int], not_before: int = -1
+) -> int | None:
+    """The candidate whose next use is farthest away (Belady's rule on the known cycle), groups
+    of unknown use first; None if none is used later than ``not_before`` uses from now."""
+    if not candidates:
+        return None
+    far = len(distance) + max(distance.values(), default=0) + 1
+    victim = max(candidates, key=lambda group: distance.get(group, far))
+    return victim if distance.get(victim, far) > not_before else None

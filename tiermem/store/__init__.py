@@ -1,0 +1,1 @@
+"""The tiered store: records striped over host memory and storage paths."""

@@ -1,0 +1,85 @@
+"""`PathFile`: the growing preallocated file of one generation on one storage path."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from pathlib import Path
+
+from tiermem.errors import IOContext, TierIOError
+from tiermem.io.files import StorageFile
+from tiermem.types import format_bytes
+
+logger = logging.getLogger(__name__)
+
+_UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+class PathFile:
+    """``gen<generation>.bin`` in a run's directory. Not thread safe.
+
+    Raises `TierIOError` if it cannot be made.
+    """
+
+    def __init__(self, directory: Path, generation: int, *, direct: bool) -> None:
+        self.path = directory / f"gen{generation}.bin"
+        self._file = StorageFile.create(self.path, 0, direct=direct)
+        self.direct = self._file.direct
+        """Whether transfers bypass the page cache."""
+        self._said_lazy = False
+
+    @property
+    def fd(self) -> int:
+        return self._file.fd
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes preallocated."""
+        return self._file.nbytes
+
+    def grow(self, nbytes: int) -> int:
+        """Preallocates ``nbytes`` more; the offset where they start.
+
+        Raises `TierIOError` (ENOSPC, with needed and free bytes) and changes nothing if they are not
+        to be had.
+        """
+        start = self.nbytes
+        try:
+            self._preallocate(start, nbytes)
+        except OSError as error:
+            os.ftruncate(self.fd, start)  # gives back what was allocated before it failed
+            room = os.fstatvfs(self.fd)
+            free = room.f_bavail * room.f_frsize
+            raise TierIOError(
+                error.errno or errno.EIO,
+                IOContext("preallocation", str(self.path), start, nbytes),
+                f"{nbytes} bytes ({format_bytes(nbytes)}) are needed there and {free} bytes "
+                f"({format_bytes(free)}) are free; free space, add a path, or keep more in host memory",
+            ) from error
+        self._file.nbytes = start + nbytes
+        return start
+
+    def shrink(self, nbytes: int) -> None:
+        """Gives back all from ``nbytes`` on: the undoing of `grow`."""
+        os.ftruncate(self.fd, nbytes)
+        self._file.nbytes = nbytes
+
+    def close(self) -> None:
+        """Closes the descriptor; the file goes with its directory. Idempotent."""
+        self._file.close()
+
+    def _preallocate(self, start: int, nbytes: int) -> None:
+        try:
+            os.posix_fallocate(self.fd, start, nbytes)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            os.ftruncate(self.fd, start + nbytes)
+            if not self._said_lazy:
+                self._said_lazy = True
+                logger.warning(
+                    "%s cannot be preallocated (%s): a full disk will only show during the run",
+                    self.path,
+                    error.strerror,
+                )

@@ -1,0 +1,373 @@
+"""`TieredStore`: records over host memory and storage paths, read and written asynchronously.
+
+[Note: ordering] Two transfers of one record conflict if their ranges overlap and one of them writes.
+A transfer is submitted only when no conflicting one is in flight, which gives read-after-write,
+write-after-read and write-after-write per record without any barrier between records. The store's
+lock is never held while waiting, so the other thread's transfers go on.
+
+[Note: failed writes] A failed write leaves its record undefined. The record is then ``failed`` and
+cannot be read until writes after the failure have covered all of it. The error is raised where the
+transfer is waited for or else by the next `reap`, `drain` or `close`: it is never dropped.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from tiermem.errors import BudgetError, ConfigError, IOContext, StateError, TierIOError
+from tiermem.io.base import Engine, Op, Priority, QueueOptions
+from tiermem.memory.arena import Arena, Block
+from tiermem.store.records import (
+    Record,
+    RecordSpec,
+    check_readable,
+    check_span,
+    pieces_of,
+    refresh,
+    refusal,
+)
+from tiermem.store.stats import StoreStats
+from tiermem.store.striping import StripeMap, UnitSequence, plan_extents
+from tiermem.store.targets import Targets
+from tiermem.store.transfer import Transfer
+from tiermem.types import ALIGNMENT, Purpose, format_bytes
+
+logger = logging.getLogger(__name__)
+
+
+class TieredStore:
+    """Holds records; one file per path and generation in a directory of this run's own.
+
+    ``weights`` are the paths' shares (None: equal). ``stripe_bytes`` is the unit that records are cut
+    into. The engine and the arena stay the caller's and must outlive the store. Raises `ConfigError`
+    for paths, weights or stripes that cannot work. Any thread may call any method.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        arena: Arena,
+        *,
+        paths: Sequence[Path] = (),
+        weights: Sequence[float] | None = None,
+        stripe_bytes: int = 1 << 20,
+        queue_options: QueueOptions | None = None,
+        direct: bool = True,
+    ) -> None:
+        if stripe_bytes <= 0 or stripe_bytes % ALIGNMENT:
+            raise ConfigError(
+                f"stripe_bytes is {stripe_bytes}; give a positive multiple of {ALIGNMENT}"
+            )
+        weights = tuple(weights) if weights is not None else (1.0,) * len(paths)
+        if len(weights) != len(paths) or any(not 0 < weight < float("inf") for weight in weights):
+            raise ConfigError(
+                f"path weights {list(weights)} for {len(paths)} paths; give one above 0 for each"
+            )
+        self._engine_name = engine.name
+        self._arena = arena
+        self._shares = tuple(weight / sum(weights) for weight in weights)
+        self._stripe_bytes = stripe_bytes
+        self._targets = Targets(engine, paths, queue_options or QueueOptions(), direct=direct)
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        # All below is guarded by _lock.
+        self._closed = False
+        self._records: list[Record] = []
+        self._sequences: dict[tuple[float, ...], UnitSequence] = {}
+        self._in_flight: dict[Transfer, None] = {}  # an ordered set
+        self._unreported: dict[Transfer, None] = {}  # failed writes, see [Note: failed writes]
+        self._conflict_waits = 0
+
+    def add(self, spec: RecordSpec, generation: int = 0) -> Record:
+        """Makes room for a record; its contents are absent until written.
+
+        Raises `BudgetError` if its host part does not fit the arena, `TierIOError` (ENOSPC, with
+        needed and free bytes) if a path is full, `ConfigError` for an NVMe record without paths. The
+        store is then as it was.
+        """
+        if not spec.host_only and not self._targets.num_paths:
+            raise ConfigError(f"record {spec.name!r} is to lie on NVMe, but no paths are configured")
+        with self._lock:
+            self._check_open()
+            extents = None if spec.host_only else self._plan(spec)
+            host_bytes = spec.nbytes if extents is None else extents.target_bytes[-1]
+            block = self._allocate(spec, host_bytes) if host_bytes else None
+            try:
+                bases = self._targets.grow(generation, extents.target_bytes[:-1]) if extents else ()
+            except BaseException:
+                if block is not None:
+                    self._arena.free(block)
+                raise
+            record = Record(spec, generation, extents, block, bases)
+            self._records.append(record)
+            return record
+
+    def read(
+        self,
+        record: Record,
+        start: int,
+        stop: int,
+        address: int,
+        owner: object = None,
+        priority: Priority = Priority.BACKGROUND,
+    ) -> Transfer:
+        """Starts reading the bytes [start, stop) of ``record`` to ``address``.
+
+        ``start`` is a multiple of 4096, ``stop`` too or the end of the record; the buffer takes
+        ``stop - start`` rounded up to 4096 and must stay valid: ``owner`` is held until completion.
+        Blocks while a write of an overlapping range is in flight (see `would_wait`). Raises
+        `StateError` for a range that was never written or a record whose write failed.
+        """
+        return self._start(Op.READ, record, (start, stop), address, (owner, priority))
+
+    def write(
+        self,
+        record: Record,
+        start: int,
+        stop: int,
+        address: int,
+        owner: object = None,
+        priority: Priority = Priority.BACKGROUND,
+    ) -> Transfer:
+        """Starts writing; as `read`, and blocks while reads of an overlapping range are in flight."""
+        return self._start(Op.WRITE, record, (start, stop), address, (owner, priority))
+
+    def would_wait(self, record: Record, start: int, stop: int, op: Op) -> bool:
+        """Whether `read` or `write` of this range would block now. Never blocks itself."""
+        return any(not transfer.done() for transfer in self._conflicts(record, start, stop, op))
+
+    def view_address(self, record: Record, start: int = 0) -> int:
+        """Where byte ``start`` of a record that lies wholly in host memory is: use without a copy.
+
+        Waits for the record's transfers; the caller starts none while it uses the memory. Raises
+        `StateError` for records with parts on NVMe. A record that is filled this way is not readable
+        until `mark_written`.
+        """
+        if not record.host_only or record.block is None:
+            raise StateError(
+                f"record {record} lies at least partly on NVMe and has no address; use read()"
+            )
+        if not 0 <= start < record.nbytes:
+            raise ValueError(f"byte {start} is not in record {record}")
+        for transfer in self._conflicts(record, 0, record.nbytes, Op.WRITE):
+            transfer.complete()
+        with self._lock:
+            self._check_open()
+            if record.failed is not None:
+                raise StateError(refusal(record))
+        return record.block.address + start
+
+    def mark_written(self, record: Record) -> None:
+        """All of a record was filled through `view_address`."""
+        if not record.host_only:
+            raise StateError(f"record {record} lies partly on NVMe; write() it")
+        with self._lock:
+            record.written.add(0, record.nbytes)
+            record.failed = None
+            refresh(record)
+
+    def reap(self) -> None:
+        """Settles what has completed, without blocking. Raises a failed write nobody waited for."""
+        with self._lock:
+            transfers = list(self._in_flight)
+        for transfer in transfers:
+            transfer.done()
+        self._raise_unreported()
+
+    def drain(self) -> None:
+        """Blocks until nothing is in flight. Raises a failed write nobody waited for."""
+        self._settle_all()
+        self._raise_unreported()
+
+    def close(self) -> None:
+        """Drains, closes and deletes this run's files, frees its host memory. Idempotent.
+
+        Raises a failed write nobody waited for, after everything is cleaned up.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        if os.getpid() == self._pid:  # a forked child has no I/O threads to wait for
+            self._settle_all()
+            for record in self._records:
+                if record.block is not None:
+                    self._arena.free(record.block)
+                    record.block = None
+        try:
+            self._targets.close()
+        finally:
+            while len(self._unreported) > 1:
+                logger.error("%s", self._unreported.popitem()[0].error)
+            self._raise_unreported()
+
+    def __enter__(self) -> TieredStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def direct(self) -> bool:
+        """Whether every path really is O_DIRECT."""
+        return self._targets.direct
+
+    def stats(self) -> StoreStats:
+        """Totals since the store was made; bytes are those of settled transfers, padding included."""
+        with self._lock:
+            return StoreStats(
+                self._targets.stats(),
+                self._targets.copied_bytes,
+                sum(record.host_bytes for record in self._records),
+                len(self._records),
+                len(self._in_flight),
+                self._conflict_waits,
+            )
+
+    def describe(self) -> str:
+        """For people: the records, and each path with its share and how it is driven."""
+        stats = self.stats()
+        lines = [
+            f"{stats.num_records} records, {format_bytes(stats.host_bytes)} of them in host memory, "
+            f"stripes of {format_bytes(self._stripe_bytes)}, engine {self._engine_name}"
+        ]
+        for share, path in zip(self._shares, stats.paths, strict=True):
+            how = "O_DIRECT" if path.direct else "buffered"
+            lines.append(f"{path.path}: {share:.0%}, {format_bytes(path.allocated_bytes)}, {how}")
+        return "\n".join(lines)
+
+    def settle(self, transfer: Transfer) -> None:
+        """For `Transfer`: waits for it and brings its record up to date, once."""
+        requests = transfer.requests
+        error = transfer.collect()
+        with self._lock:
+            if transfer.settled:
+                return
+            owner = transfer.finish(error)
+            record = transfer.record
+            record.in_flight.remove(transfer)
+            del self._in_flight[transfer]
+            if error is None:
+                self._targets.count(transfer.op, requests)
+            if transfer.op is Op.WRITE:
+                self._settle_write(transfer)
+            refresh(record)
+        del owner  # only now: see Transfer.finish
+
+    def reported(self, transfer: Transfer) -> None:
+        """For `Transfer`: its failure has been raised."""
+        with self._lock:
+            self._unreported.pop(transfer, None)
+
+    def _start(
+        self,
+        op: Op,
+        record: Record,
+        span: tuple[int, int],
+        address: int,
+        terms: tuple[object, Priority],
+    ) -> Transfer:
+        check_span(record, span, address)
+        while True:
+            with self._lock:
+                self._check_open()
+                conflicts = [other for other in record.in_flight if other.conflicts(op, *span)]
+                if not conflicts:
+                    return self._submit(op, record, span, address, terms)
+                self._conflict_waits += 1
+            for other in conflicts:
+                other.complete()
+
+    def _submit(
+        self,
+        op: Op,
+        record: Record,
+        span: tuple[int, int],
+        address: int,
+        terms: tuple[object, Priority],
+    ) -> Transfer:
+        """Under the lock, with nothing conflicting in flight."""
+        if op is Op.READ:
+            check_readable(record, span)
+        transfer = Transfer(record, op, span, [], terms[0], self)
+        try:
+            self._targets.submit(
+                transfer, pieces_of(record, span, self._targets.num_paths), address, terms
+            )
+        except BaseException as error:
+            # Some pieces may be under way and nobody will ever wait for this transfer: wait here.
+            started = bool(transfer.requests)
+            transfer.finish(transfer.collect())
+            if op is Op.WRITE and started:
+                context = IOContext("write", "", span[0], span[1] - span[0], record.name)
+                self._poison(record, TierIOError(errno.EIO, context, f"not all was submitted: {error}"))
+            raise
+        record.in_flight.append(transfer)
+        self._in_flight[transfer] = None
+        refresh(record)
+        return transfer
+
+    def _conflicts(self, record: Record, start: int, stop: int, op: Op) -> list[Transfer]:
+        with self._lock:
+            return [other for other in record.in_flight if other.conflicts(op, start, stop)]
+
+    def _settle_write(self, transfer: Transfer) -> None:
+        record = transfer.record
+        if transfer.error is not None:
+            self._unreported[transfer] = None
+            self._poison(record, transfer.error)
+            return
+        record.written.add(transfer.start, transfer.stop)
+        if record.failed is not None and record.written.covers(0, record.nbytes):
+            record.failed = None
+
+    def _poison(self, record: Record, error: TierIOError) -> None:
+        """From here on only writes count towards ``written`` that are settled after the failure."""
+        record.failed = error
+        record.written.clear()
+
+    def _settle_all(self) -> None:
+        while True:
+            with self._lock:
+                transfers = list(self._in_flight)
+            if not transfers:
+                return
+            for transfer in transfers:
+                transfer.complete()
+
+    def _raise_unreported(self) -> None:
+        with self._lock:
+            if not self._unreported:
+                return
+            transfer = next(iter(self._unreported))
+            del self._unreported[transfer]
+        assert transfer.error is not None
+        raise transfer.error
+
+    def _plan(self, spec: RecordSpec) -> StripeMap:
+        """Records with the same host fraction continue one sequence, so that small ones spread too."""
+        paths = tuple(share * (1 - spec.host_fraction) for share in self._shares)
+        weights = (*paths, spec.host_fraction)
+        sequence = self._sequences.get(weights)
+        if sequence is None:
+            sequence = self._sequences[weights] = UnitSequence(weights)
+        return plan_extents(spec.nbytes, self._stripe_bytes, weights, sequence)
+
+    def _allocate(self, spec: RecordSpec, nbytes: int) -> Block:
+        block = self._arena.allocate(nbytes, Purpose.RESIDENT)
+        if block is None:
+            raise BudgetError(
+                f"{nbytes} bytes ({format_bytes(nbytes)}) of record {spec.name!r} do not fit in host "
+                f"memory: the largest free part of the budget of {self._arena.nbytes} bytes is "
+                f"{self._arena.largest_free} bytes; raise host_memory or keep more on NVMe"
+            )
+        return block
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError("the store is closed; use it before close()")

@@ -1,0 +1,159 @@
+"""`Targets`: the places that pieces of records go to, host memory and the storage paths."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from tiermem.io.base import Engine, Op, Priority, QueueOptions
+from tiermem.store.pathfile import PathFile
+from tiermem.store.rundir import RunDirectory, check_paths
+from tiermem.store.stats import PathStats
+from tiermem.store.striping import Piece
+from tiermem.store.transfer import PieceRequest, Transfer
+
+HOST_MEMORY = "host memory"
+"""What stands for a path in errors about pieces that lie in host memory."""
+
+
+class Targets:
+    """Target ``i`` is the i-th path with its queue and run directory; the one after is host memory.
+
+    Raises `ConfigError` that lists every path that cannot be used. Not thread safe: the store calls
+    it under its lock.
+    """
+
+    def __init__(
+        self, engine: Engine, paths: Sequence[Path], options: QueueOptions, *, direct: bool
+    ) -> None:
+        check_paths(paths)
+        self._engine = engine
+        self._want_direct = direct
+        self._directories: list[RunDirectory] = []
+        self._files: dict[int, list[PathFile]] = {}  # by generation
+        self._read_bytes = [0] * len(paths)
+        self._written_bytes = [0] * len(paths)
+        self.copied_bytes = 0
+        try:
+            for path in paths:
+                self._directories.append(RunDirectory(path))
+            self._generation(0)
+        except BaseException:
+            self.close()
+            raise
+        self._queues = [engine.add_queue(options) for _ in paths]
+
+    @property
+    def num_paths(self) -> int:
+        return len(self._directories)
+
+    @property
+    def direct(self) -> bool:
+        """Whether every path's files bypass the page cache."""
+        return all(file.direct for files in self._files.values() for file in files)
+
+    def grow(self, generation: int, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Preallocates ``sizes[i]`` bytes on path i; where they start. All of them or none.
+
+        Raises `TierIOError` if a path is full.
+        """
+        files = self._generation(generation)
+        before = [file.nbytes for file in files]
+        try:
+            return tuple(
+                file.grow(size) if size else file.nbytes
+                for file, size in zip(files, sizes, strict=True)
+            )
+        except BaseException:
+            for file, nbytes in zip(files, before, strict=True):
+                file.shrink(nbytes)
+            raise
+
+    def submit(
+        self, transfer: Transfer, pieces: Sequence[Piece], address: int, terms: tuple[object, Priority]
+    ) -> None:
+        """Starts every piece of ``transfer``, whose first byte is at ``address``.
+
+        If it raises, the pieces started so far are in ``transfer.requests``.
+        """
+        for piece in pieces:
+            at = address + piece.record_offset - transfer.start
+            if piece.target < self.num_paths:
+                transfer.requests.append(self._submit_path(transfer, piece, at, terms))
+            else:
+                self._submit_copy(transfer, piece, at, terms[0])
+
+    def count(self, op: Op, requests: Sequence[PieceRequest]) -> None:
+        """These have succeeded."""
+        for piece in requests:
+            if piece.target >= self.num_paths:
+                self.copied_bytes += piece.length
+            elif op is Op.READ:
+                self._read_bytes[piece.target] += piece.length
+            else:
+                self._written_bytes[piece.target] += piece.length
+
+    def stats(self) -> tuple[PathStats, ...]:
+        return tuple(
+            PathStats(
+                str(directory.path),
+                sum(files[at].nbytes for files in self._files.values()),
+                self._read_bytes[at],
+                self._written_bytes[at],
+                all(files[at].direct for files in self._files.values()),
+            )
+            for at, directory in enumerate(self._directories)
+        )
+
+    def close(self) -> None:
+        """Closes and deletes the files. Nothing may be in flight. Idempotent."""
+        with contextlib.ExitStack() as stack:  # every one is closed even if another fails
+            for directory in self._directories:
+                stack.callback(directory.close)
+            for files in self._files.values():
+                for file in files:
+                    stack.callback(file.close)
+
+    def _generation(self, generation: int) -> list[PathFile]:
+        if generation not in self._files:
+            files: list[PathFile] = []
+            try:
+                for directory in self._directories:
+                    files.append(PathFile(directory.path, generation, direct=self._want_direct))
+            except BaseException:
+                for file in files:
+                    file.close()
+                raise
+            self._files[generation] = files
+        return self._files[generation]
+
+    def _submit_path(
+        self, transfer: Transfer, piece: Piece, address: int, terms: tuple[object, Priority]
+    ) -> PieceRequest:
+        record, (owner, priority) = transfer.record, terms
+        file = self._files[record.generation][piece.target]
+        offset = record.bases[piece.target] + piece.target_offset
+        request = self._engine.submit(
+            self._queues[piece.target],
+            transfer.op,
+            file.fd,
+            offset,
+            address,
+            piece.length,
+            owner=owner,
+            priority=priority,
+        )
+        return PieceRequest(request, piece.target, str(file.path), offset, piece.length)
+
+    def _submit_copy(self, transfer: Transfer, piece: Piece, address: int, owner: object) -> None:
+        block = transfer.record.block
+        assert block is not None
+        resident = block.address + piece.target_offset
+        if resident == address:
+            return  # the caller works in place (see TieredStore.view_address)
+        source, destination = (resident, address) if transfer.op is Op.READ else (address, resident)
+        request = self._engine.copy(destination, source, piece.length, owner=owner)
+        transfer.requests.append(
+            PieceRequest(request, piece.target, HOST_MEMORY, resident, piece.length)
+        )

@@ -1,0 +1,1 @@
+"""The ZeRO machinery: sharding, gathering, gradients, updates."""

@@ -1,0 +1,107 @@
+"""Looking at sharded parameters, masters and gradients whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from tiermem.errors import StateError
+from tiermem.types import Field
+from tiermem.zero.gradients import flatten_like
+from tiermem.zero.group import ParamGroup, ShardedParam
+from tiermem.zero.placeholder import Placeholder
+
+
+def _handle(param: torch.Tensor) -> ShardedParam:
+    if isinstance(param, Placeholder) and isinstance(param._handle, ShardedParam):
+        return param._handle
+    raise StateError(
+        f"a {type(param).__name__} of shape {tuple(param.shape)} is not a sharded parameter. Remedy: "
+        f"take it from model.parameters() outside of the model's forward"
+    )
+
+
+@contextmanager
+def gathered(params: Iterable[torch.Tensor] | torch.Tensor, *, modify: bool = False) -> Iterator[None]:
+    """Inside the block the groups of ``params`` are unsharded: their modules' attributes are the
+    real parameters, and ``.data`` of the given ones works.
+
+    Ordinary in-place writes are noticed by themselves; ``modify=True`` is for writes that torch does
+    not count (through ``.data``, numpy or pointers): everything is then written back, and masters are
+    rebuilt from the parameters. Raises `BudgetError` if the groups do not fit device memory at once.
+    """
+    given = [params] if isinstance(params, torch.Tensor) else list(params)
+    groups: dict[ParamGroup, None] = {}
+    for param in given:
+        if isinstance(param, Placeholder):
+            groups[_handle(param).group] = None
+    if not groups:
+        yield
+        return
+    runtime = next(iter(groups)).runtime
+    with runtime.forward.gathered(list(groups), modify=modify):
+        yield
+
+
+def full_param(param: torch.Tensor) -> torch.Tensor:
+    """A copy of the parameter as it computes."""
+    handle = _handle(param)
+    with torch.no_grad(), handle.group.runtime.forward.gathered([handle.group], modify=False):
+        return handle.real.detach().clone()
+
+
+def full_master(param: torch.Tensor) -> torch.Tensor:
+    """A copy of the parameter's fp32 master (of the parameter itself where that is fp32)."""
+    handle = _handle(param)
+    runtime = handle.group.runtime
+    value = full_param(param)
+    region = handle.group.regions[handle.segment.region]
+    if Field.MASTER_LO not in region.states:
+        return value.to(torch.float32)
+    stride = handle.spec.stride
+    remainder = runtime.states.read(region, Field.MASTER_LO, handle)
+    master = torch.empty_strided(handle.spec.shape, stride, dtype=torch.float32)
+    runtime.kernels.merge_master(
+        flatten_like(value.cpu(), stride), flatten_like(remainder, stride), flatten_like(master, stride)
+    )
+    return master
+
+
+def set_full_master(param: torch.Tensor, master: torch.Tensor) -> None:
+    """Sets a bf16 parameter and its remainder so that its master is ``master`` (fp32), or an fp32
+    parameter to it."""
+    handle = _handle(param)
+    if tuple(master.shape) != tuple(handle.spec.shape):
+        raise StateError(
+            f"a master of shape {tuple(master.shape)} does not fit {handle.name!r} "
+            f"{tuple(handle.spec.shape)}"
+        )
+    runtime = handle.group.runtime
+    region = handle.group.regions[handle.segment.region]
+    flat = flatten_like(master.detach().to(device="cpu", dtype=torch.float32), handle.spec.stride)
+    if Field.MASTER_LO not in region.states:
+        with gathered(param), torch.no_grad():
+            handle.real.copy_(flat.as_strided(handle.spec.shape, handle.spec.stride))
+        return
+    high = torch.empty(flat.numel(), dtype=torch.bfloat16)
+    low = torch.empty(flat.numel(), dtype=torch.int16)
+    runtime.kernels.split_master(flat.contiguous(), high, low)
+    with gathered(param), torch.no_grad():
+        handle.real.copy_(high.as_strided(handle.spec.shape, handle.spec.stride))
+    runtime.states.write(region, Field.MASTER_LO, handle, low)
+
+
+def full_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """A copy of the gradient accumulated so far that no ``step()`` has taken; None if there is
+    none. Its dtype is the parameter's, or fp32 after a second micro-step."""
+    handle = _handle(param)
+    own = handle.group.gradient
+    if own is None or handle.index not in own.present:
+        return None
+    gradients = handle.group.runtime.gradients
+    gradients.bring_in(own)
+    flat = own.param_view(handle).clone()
+    gradients.park(handle.group)
+    return flat.as_strided(handle.spec.shape, handle.spec.stride)

@@ -1,0 +1,77 @@
+"""Giving an optimizer its records, slots and gradient buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tiermem.errors import StateError
+from tiermem.schedule.placement import plan_host
+from tiermem.store.records import RecordSpec
+from tiermem.types import Field, Tier
+from tiermem.zero.gradients import gradient_bytes
+from tiermem.zero.group import ParamGroup
+from tiermem.zero.plan import existing_size, host_request, slot_itemsizes
+from tiermem.zero.runtime import Runtime
+from tiermem.zero.shard import add_state
+from tiermem.zero.update import UpdateRule
+from tiermem.zero.updates import OptimizerLink
+
+
+def attach_optimizer(
+    runtime: Runtime, owner: OptimizerLink, rule: UpdateRule, groups: Sequence[ParamGroup]
+) -> None:
+    """Makes ``owner`` the optimizer of ``groups``. Raises `BudgetError` with the smallest budget
+    that works, `StateError` if a group has an optimizer already."""
+    runtime.check_usable()
+    taken = [group.name for group in groups if group in runtime.updates.owners]
+    if taken:
+        raise StateError(
+            f"{', '.join(taken[:3])}: has an optimizer already. Remedy: one optimizer for all "
+            f"parameters of a unit, or split the units with tiermem.shard(..., wrap=...)"
+        )
+    config = runtime.config
+    runtime.updates.attach = attach_optimizer
+    runtime.gather.finish_writes()
+    plan = plan_host(
+        [existing_size(group, config) for group in groups],
+        host_request(
+            config,
+            slot_itemsizes(
+                [r.layout for group in groups for r in group.regions if r.trainable], config
+            ),
+            total=runtime.host.nbytes,
+            free=runtime.host.free_bytes,
+            params_paid=True,
+        ),
+    )
+    if plan.num_slots:
+        runtime.pipeline.configure(plan.num_slots, plan.slot_bytes, plan.sub_group_numel)
+    if plan.num_staging:
+        runtime.gradients.add_staging(plan.num_staging, plan.staging_bytes)
+    runtime.gradients.start_wide = (config.gradient_accumulation_steps or 1) > 1
+    for index, group in enumerate(groups):
+        _make_records(runtime, rule, group, plan.state_fraction)
+        if index not in plan.kept_gradients and group.trainable_numel and plan.num_staging:
+            _make_gradient_record(runtime, group)
+        runtime.updates.owners[group] = owner
+
+
+def _make_records(runtime: Runtime, rule: UpdateRule, group: ParamGroup, fraction: float) -> None:
+    for region in group.regions:
+        if region.trainable:
+            for name, dtype in rule.state_fields(region.layout.dtype):
+                add_state(runtime, group, region, name, dtype, fraction)
+
+
+def _make_gradient_record(runtime: Runtime, group: ParamGroup) -> None:
+    """Room on NVMe for gradients that are kept until a deferred update; inside backward they are
+    used from their staging buffer and never written."""
+    config = runtime.config
+    if runtime.updates.in_backward:
+        group.stages_gradients = True
+        return
+    wide = config.gradient_accumulation_steps != 1
+    group.gradient_record = runtime.store.add(
+        RecordSpec(group.name, Field.GRAD, gradient_bytes(group, wide), Tier.NVME)
+    )
+    group.stages_gradients = True

@@ -1,0 +1,109 @@
+"""Every torch name used here that is private or only half public, each behind one function.
+
+A test exercises each of them, so that a torch release that changes one is found by name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+
+
+def current_graph_task_id() -> int:
+    """The id of the backward that runs in this thread, -1 outside of any."""
+    return int(torch._C._current_graph_task_id())
+
+
+def queue_end_of_backward(callback: Callable[[], None]) -> None:
+    """Runs ``callback`` when the current graph task has finished without an error."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def top_saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The innermost active (pack, unpack) pair, if any."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+    return hooks if hooks else None
+
+
+def is_checkpoint_hook(pack: Callable[..., Any]) -> bool:
+    """Whether ``pack`` belongs to torch.utils.checkpoint (which recomputes instead of saving)."""
+    return getattr(pack, "__module__", "") == "torch.utils.checkpoint"
+
+
+def make_wrapper(
+    cls: type,
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    requires_grad: bool,
+) -> Any:
+    """A tensor of subclass ``cls`` with this metadata and no storage."""
+    return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        cls, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
+    )
+
+
+def disable_torch_function() -> Any:
+    """A context in which subclasses are treated as plain tensors."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def set_autocast_cache(enabled: bool) -> bool:
+    """Switches autocast's cache of cast weights; returns what it was."""
+    previous = bool(torch.is_autocast_cache_enabled())
+    torch.set_autocast_cache_enabled(enabled)
+    return previous
+
+
+def inside_distributed_data_parallel() -> bool:
+    """Whether a DistributedDataParallel module is in its forward."""
+    module = sys.modules.get("torch.nn.parallel.distributed")
+    if module is None:
+        return False
+    return module.DistributedDataParallel._get_active_ddp_module() is not None
+
+
+def caller_frame(depth: int = 2) -> FrameType:
+    """The Python frame ``depth`` levels up."""
+    return sys._getframe(depth)
+
+
+def is_executing(frame: FrameType | None) -> bool:
+    """Whether ``frame`` is among the callers of the present call."""
+    current: FrameType | None = sys._getframe(1)
+    while current is not None:
+        if current is frame:
+            return True
+        current = current.f_back
+    return False
+
+
+
+def called_from_module_apply() -> bool:
+    """Whether ``nn.Module._apply`` (``to``, ``half``, ``cuda``, ``share_memory``) is converting
+    parameters in one of the nearest callers."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(12):
+        if frame is None:
+            return False
+        if frame.f_code.co_name == "_apply" and frame.f_code.co_filename.endswith("module.py"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def backward_retains_graph() -> bool:
+    """Whether the innermost running backward was called with ``retain_graph``: the third
+    positional argument of ``torch.autograd.graph._engine_run_backward``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_engine_run_backward":
+            positional = frame.f_locals.get("args", ())
+            return bool(len(positional) > 1 and positional[1])
+        frame = frame.f_back
+    return False

@@ -1,0 +1,436 @@
+"""The gather scheduler: which groups are in device memory, and how they get there.
+
+[Note: gathering] All of this runs on the training thread. A group that was used stays gathered
+until its memory is needed (the use trace is a known cycle, so the one used farthest in the future
+goes first); a fetch that finds the pool full waits while a release is in flight, and otherwise
+raises `BudgetError` naming who holds the memory. A gather of a group with a pending update starts
+the update; nobody sees the parameters before it is done.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from tiermem.errors import BudgetError
+from tiermem.io.base import Op, Priority
+from tiermem.memory.arena import Arena, Block
+from tiermem.memory.lease import Lease, LeasePool, tensor_over
+from tiermem.schedule.prefetch import choose_victim, plan_prefetch
+from tiermem.schedule.trace import UseTrace
+from tiermem.store.store import TieredStore
+from tiermem.store.transfer import Transfer
+from tiermem.types import Field, Purpose, format_bytes, round_up
+from tiermem.zero.group import ParamGroup, ShardedParam, ShardedState
+from tiermem.zero.update import UpdateJob, UpdatePipeline
+
+if TYPE_CHECKING:
+    from tiermem.zero.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+
+class GatherScheduler:
+    """See [Note: gathering]."""
+
+    def __init__(
+        self, runtime: Runtime, store: TieredStore, pipeline: UpdatePipeline, host: Arena
+    ) -> None:
+        self._runtime = runtime
+        self._store = store
+        self._pipeline = pipeline
+        self._host = host
+        self.pool: LeasePool | None = None
+        self.ahead_bytes = 0
+        self.groups: list[ParamGroup] = []
+        self.by_address: dict[int, ParamGroup] = {}
+        self._traces: dict[bool, UseTrace] = {}
+        self.trace = UseTrace()
+        self._lease_writes: deque[Transfer] = deque()
+        self._images: dict[ParamGroup, tuple[torch.Tensor, Block]] = {}
+        self.stall_seconds = 0.0
+        self.prefetch_hits = 0
+        self.prefetch_misses = 0
+
+    # ---- uses
+
+    def begin_pass(self, training: bool) -> None:
+        """An outermost forward begins; with or without gradients are different cycles."""
+        self.trace = self._traces.setdefault(training, UseTrace())
+        self.trace.begin()
+
+    def unshard(self, group: ParamGroup, *, traced: bool = True) -> None:
+        """Parameters of ``group`` in their slots, ready to compute with."""
+        if group.state is ShardedState.UNSHARDED and group.pending is None:
+            return
+        self.fetch(group, traced=traced)
+        if group.state is not ShardedState.UNSHARDED:
+            group.swap_in()
+
+    def fetch(self, group: ParamGroup, *, traced: bool = True) -> None:
+        """The group's parameters in its lease, up to date."""
+        if traced:
+            self.trace.use(group.index)
+            if group.lease is not None:
+                self.prefetch_hits += 1
+            else:
+                self.prefetch_misses += 1
+        self.gather(group, demand=True)
+        self.ready(group)
+
+    def reshard(self, group: ParamGroup) -> None:
+        """Takes the parameters out of their slots; the lease stays until it is needed."""
+        if group.state is ShardedState.UNSHARDED and group.uses == 0:
+            group.swap_out()
+
+    def gather(self, group: ParamGroup, *, demand: bool) -> bool:
+        """Starts what brings the group into a lease; False if there is no room (not on demand)."""
+        if group.lease is None:
+            if not demand and self._would_block(group):
+                return False
+            lease = self._obtain(group, demand=demand)
+            if lease is None:
+                return False
+            self._start_read(group, lease, demand=demand)
+        if group.pending is not None and group.job is None:
+            self._start_update(group)
+        return True
+
+    def _would_block(self, group: ParamGroup) -> bool:
+        record = group.record
+        return record is not None and self._store.would_wait(record, 0, group.nbytes, Op.READ)
+
+    def _start_read(self, group: ParamGroup, lease: Lease, *, demand: bool) -> None:
+        assert group.record is not None
+        image = lease.tensor if self._addressable else self._stage(group)
+        group.lease = lease
+        self.by_address[lease.address] = group
+        group.move(ShardedState.GATHERING)
+        try:
+            group.transfer = self._store.read(
+                group.record, 0, group.nbytes, image.data_ptr(), owner=image,
+                priority=Priority.DEMAND if demand else Priority.BACKGROUND,
+            )
+        except BaseException:
+            self._forget(group)
+            raise
+
+    def _start_update(self, group: ParamGroup) -> None:
+        assert group.pending is not None and group.lease is not None
+        if self._addressable:
+            image = group.lease.tensor
+        elif group in self._images:
+            image = self._images[group][0]
+        else:
+            image = self._stage(group)
+            image.copy_(group.lease.tensor[: image.numel()])
+        group.job = UpdateJob(group, group.pending, image, group.transfer)
+        self._pipeline.enqueue(group.job)
+
+    @property
+    def _addressable(self) -> bool:
+        assert self.pool is not None
+        return self.pool.host_addressable
+
+    def _stage(self, group: ParamGroup) -> torch.Tensor:
+        """Host memory for a group on its way to or from an accelerator."""
+        block = self._host.allocate(group.nbytes, Purpose.STAGING)
+        if block is None:
+            raise BudgetError(
+                f"staging {group.name!r} needs {format_bytes(group.nbytes)} of host memory; "
+                f"{format_bytes(self._host.free_bytes)} are free; raise host_memory"
+            )
+        tensor, _ = tensor_over(block.address, round_up(group.nbytes))
+        self._images[group] = (tensor, block)
+        return tensor
+
+    def ready(self, group: ParamGroup) -> None:
+        """Waits until the group's read and update are done. Raises their error."""
+        if group.transfer is None and group.job is None:
+            return
+        started = time.perf_counter()
+        try:
+            if group.job is not None:
+                self._finish_job(group)
+            elif group.transfer is not None:
+                self._finish_read(group)
+        finally:
+            self.stall_seconds += time.perf_counter() - started
+        self._deliver(group)
+
+    def _finish_read(self, group: ParamGroup) -> None:
+        assert group.transfer is not None
+        try:
+            group.transfer.wait()
+        except BaseException:
+            self._forget(group)
+            raise
+        group.transfer = None
+
+    def _finish_job(self, group: ParamGroup) -> None:
+        job = group.job
+        assert job is not None
+        try:
+            self._pipeline.wait(job)
+        except Exception as error:
+            group.job = None
+            if job.written:
+                self._runtime.mark_torn(error)
+            elif not group.persistent and group.record is not None and group.uses == 0:
+                self._forget(group)
+            raise
+        self._lease_writes.extend(job.writes)
+        group.job = group.transfer = group.pending = None
+
+    def _deliver(self, group: ParamGroup) -> None:
+        """Host image to accelerator."""
+        staged = self._images.pop(group, None)
+        if staged is None or group.lease is None:
+            return
+        image, block = staged
+        group.lease.tensor[: image.numel()].copy_(image)
+        while self._lease_writes:  # the image may still be written back
+            self._lease_writes.popleft().wait()
+        self._host.free(block)
+
+    def poll(self) -> None:
+        """Notices what has finished by itself."""
+        while self._lease_writes and self._lease_writes[0].done():
+            self._observe(self._lease_writes.popleft())
+        for group in self.groups:
+            if group.job is not None and group.job.done.is_set() and group.job.error is None:
+                self._finish_job(group)
+                self._deliver(group)
+        self._store.reap()
+
+    def _observe(self, write: Transfer) -> None:
+        try:
+            write.wait()
+        except Exception as error:
+            self._runtime.mark_torn(error)
+            raise
+
+    # ---- room
+
+    def _obtain(self, group: ParamGroup, *, demand: bool) -> Lease | None:
+        assert self.pool is not None
+        collected = False
+        while True:
+            lease = self.pool.lend(group.nbytes, group.name)
+            if lease is not None:
+                return lease
+            self.poll()
+            victim = self._victim(group, demand=demand)
+            if victim is not None:
+                self.drop(victim)
+                continue
+            if not demand:
+                return None
+            if self.wait_for_release():
+                continue
+            if not collected:
+                collected = bool(gc.collect() or True)
+                continue
+            raise BudgetError(self._full_message(group))
+
+    def _victim(self, wanted: ParamGroup, *, demand: bool) -> ParamGroup | None:
+        distance = self.trace.distance()
+        evictable = {
+            g.index: g
+            for g in self.groups
+            if g is not wanted and self._idle(g) and not self._runtime.backward.pins(g)
+        }
+        limit = -1 if demand else distance.get(wanted.index, -1)
+        index = choose_victim(evictable.keys(), distance, limit)
+        if index is not None:
+            return evictable[index]
+        if not demand:
+            return None
+        for group in self._runtime.backward.least_recently_used():
+            if group is not wanted and group.uses == 0 and group.job is None:
+                self.reshard(group)
+                return group
+        return None
+
+    def _idle(self, group: ParamGroup) -> bool:
+        return (
+            group.lease is not None
+            and not group.persistent
+            and group.state is ShardedState.GATHERING
+            and group.uses == 0
+            and group.job is None
+            and (group.transfer is None or group.transfer.done())
+        )
+
+    def wait_for_release(self) -> bool:
+        """Waits for one release that is in flight; False if there is none."""
+        started = time.perf_counter()
+        try:
+            if self._lease_writes:
+                self._observe(self._lease_writes.popleft())
+                return True
+            if self._pipeline.wait_oldest():
+                self.poll()
+                for group in self.groups:
+                    if group.job is not None and group.job.done.is_set():
+                        self._finish_job(group)  # raises its error
+                return True
+            for group in self.groups:
+                if group.transfer is not None and group.uses == 0 and not group.transfer.done():
+                    self._finish_read(group)
+                    self._deliver(group)
+                    return True
+            return False
+        finally:
+            self.stall_seconds += time.perf_counter() - started
+
+    def _full_message(self, group: ParamGroup) -> str:
+        assert self.pool is not None
+        holders = sorted(self.pool.holders().items(), key=lambda item: -item[1])
+        named = ", ".join(f"{name} ({format_bytes(size)})" for name, size in holders[:8])
+        budget = self._runtime.device_plan_budget
+        return (
+            f"gathering {group.name!r} needs {format_bytes(group.nbytes)}; device_memory is "
+            f"{format_bytes(budget)} ({budget} bytes) and nothing of it is being released. Held by: "
+            f"{named}. Remedy: raise device_memory, drop references to parameter views, or gather "
+            f"fewer parameters at once"
+        )
+
+    # ---- giving up a lease
+
+    def drop(self, group: ParamGroup) -> None:
+        """Gives up the group's lease; what the user wrote goes to the store first."""
+        if group.transfer is not None:
+            self._finish_read(group)
+        self.settle(group)
+        self._forget(group)
+
+    def _forget(self, group: ParamGroup) -> None:
+        if group.lease is not None:
+            self.by_address.pop(group.lease.address, None)
+        staged = self._images.pop(group, None)
+        if staged is not None:
+            self._host.free(staged[1])
+        group.lease = None
+        group.transfer = None
+        if group.state is ShardedState.UNSHARDED:
+            group.swap_out()
+        if group.state is ShardedState.GATHERING:
+            group.move(ShardedState.SHARDED)
+
+    def settle(self, group: ParamGroup, *, force: bool = False) -> None:
+        """Writes back what the user has written into the group's parameters; their masters are
+        rebuilt from it (remainder 0). See [Note: lost writes]."""
+        if group.lease is None or group.transfer is not None or group.job is not None:
+            return
+        changed = group.params if force else group.written_by_user()
+        if not changed:
+            return
+        group.version += 1
+        group.mark_clean()
+        self.write_params(group)
+        self._clear_remainders(group, changed)
+
+    def write_params(self, group: ParamGroup) -> None:
+        """The lease's content to the group's record."""
+        assert group.lease is not None
+        if group.record is None:
+            return
+        image = group.lease.tensor
+        if not self._addressable:
+            image = self._stage(group)
+            image.copy_(group.lease.tensor[: image.numel()])
+        write = self._store.write(group.record, 0, group.nbytes, image.data_ptr(), owner=image)
+        self._lease_writes.append(write)
+        if not self._addressable:
+            self._observe(self._lease_writes.pop())
+            self._host.free(self._images.pop(group)[1])
+
+    def _clear_remainders(self, group: ParamGroup, changed: Iterable[ShardedParam]) -> None:
+        for param in changed:
+            region = group.regions[param.segment.region]
+            if Field.MASTER_LO in region.initialised:
+                self._runtime.states.edit(region, Field.MASTER_LO, param, lambda t: t.zero_())
+
+    # ---- filling (used by shard)
+
+    def open_for_fill(self, group: ParamGroup) -> torch.Tensor:
+        """A lease for a new group, and its zeroed image in host memory."""
+        lease = self._obtain(group, demand=True)
+        assert lease is not None
+        image = lease.tensor if self._addressable else self._stage(group)
+        image.zero_()
+        group.lease = lease
+        self.by_address[lease.address] = group
+        group.move(ShardedState.GATHERING)
+        return image
+
+    def close_fill(self, group: ParamGroup, image: torch.Tensor) -> None:
+        """Writes the image to the group's record and delivers it to the device."""
+        if group.record is not None:
+            self._lease_writes.append(
+                self._store.write(group.record, 0, group.nbytes, image.data_ptr(), owner=image)
+            )
+        self._deliver(group)
+        group.mark_clean()
+
+    # ---- ahead of use
+
+    def prefetch(self) -> None:
+        """Tops up what is fetched ahead of the present use."""
+        if self.ahead_bytes <= 0:
+            return
+        upcoming = self.trace.upcoming(len(self.groups))
+        sizes = {g.index: round_up(g.nbytes) for g in self.groups}
+        for group in self.groups:
+            if group.persistent:
+                sizes[group.index] = 0
+        gathered = {g.index for g in self.groups if g.lease is not None and g.pending is None}
+        gathered |= {g.index for g in self.groups if g.job is not None}
+        for index in plan_prefetch(upcoming, gathered, sizes, self.ahead_bytes):
+            if not self.gather(self.groups[index], demand=False):
+                break
+
+    def apply_pending(self, groups: Iterable[ParamGroup] | None = None) -> None:
+        """Applies the pending updates of ``groups`` (all), in order of use, and waits."""
+        todo = [g for g in (self.groups if groups is None else groups) if g.pending is not None]
+        order = self.trace.distance()
+        todo.sort(key=lambda g: order.get(g.index, len(order)))
+        for position, group in enumerate(todo):
+            self.gather(group, demand=True)
+            for following in todo[position + 1 : position + 3]:
+                if not self.gather(following, demand=False):
+                    break
+            self.ready(group)
+
+    def finish_writes(self) -> None:
+        """Waits for every write-back from a lease."""
+        while self._lease_writes:
+            self._observe(self._lease_writes.popleft())
+
+    def close(self, on_error: Callable[[Exception], None]) -> None:
+        """Gives everything up; errors go to ``on_error`` so that all of it happens."""
+        for group in self.groups:
+            try:
+                if group.job is not None:
+                    group.job.done.wait()
+                    group.job = None
+                if group.transfer is not None:
+                    group.transfer.wait()
+                    group.transfer = None
+            except Exception as error:
+                on_error(error)
+        while self._lease_writes:
+            try:
+                self._lease_writes.popleft().wait()
+            except Exception as error:
+                on_error(error)
+        for group in self.groups:
+            group.uses = 0
+            self._forget(group)

@@ -1,0 +1,300 @@
+"""Gradients between backward and update.
+
+[Note: gradients] As each parameter's gradient is accumulated by autograd it is copied into one
+flat buffer per group (elements as in the group's trainable regions, one after another) while it is
+warm in cache; the same pass sums its squares for the global norm. Then torch's tensor is dropped.
+Buffers of groups that the plan keeps stay in host memory; the others are staged and, when the
+group's backward is done, written to its gradient record. A first gradient is kept in the
+parameter's own precision; a second micro-step turns the buffer into fp32 and adds there, so sums
+do not depend on how many bytes the first one took.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from tiermem.errors import BudgetError, StateError
+from tiermem.io.base import Priority
+from tiermem.kernels import Kernels
+from tiermem.memory.arena import Arena, Block
+from tiermem.memory.lease import tensor_over
+from tiermem.store.store import TieredStore
+from tiermem.store.transfer import Transfer
+from tiermem.types import Purpose, format_bytes, round_up
+
+if TYPE_CHECKING:
+    from tiermem.zero.group import ParamGroup, Region, ShardedParam
+
+
+@dataclass(slots=True)
+class GroupGradient:
+    """The gradients of one group. ``tensor`` is None while they are on NVMe only.
+
+    ``itemsize_factor``: the buffer's dtype is the parameters' (False) or fp32 (``widened``).
+    Owned by the training thread until a pending update takes it, then by that update.
+    """
+
+    group: ParamGroup
+    present: set[int] = field(default_factory=set)
+    sum_squares: dict[int, float] = field(default_factory=dict)
+    widened: bool = False
+    tensor: torch.Tensor | None = None
+    block: Block | None = None
+    staged: bool = False  # the block is one of the staging buffers
+    transfer: Transfer | None = None  # spill or fill in flight
+
+    @property
+    def nbytes(self) -> int:
+        return gradient_bytes(self.group, self.widened)
+
+    def dtype(self, region: Region) -> torch.dtype:
+        return torch.float32 if self.widened else region.layout.dtype
+
+    def offset(self, region: Region) -> int:
+        """The first byte of ``region``'s gradients in the buffer (a multiple of 4096)."""
+        return _offset(self.group, region, self.widened)
+
+    def region_view(self, region: Region) -> torch.Tensor:
+        """The gradients of ``region`` in memory, 1-D, padded like the region."""
+        assert self.tensor is not None
+        dtype, start = self.dtype(region), self.offset(region)
+        return self.tensor[start : start + region.layout.numel * dtype.itemsize].view(dtype)
+
+    def param_view(self, param: ShardedParam) -> torch.Tensor:
+        segment = param.segment
+        return self.region_view(self.group.regions[segment.region])[segment.start : segment.stop]
+
+
+def _offset(group: ParamGroup, until: Region | None, widened: bool) -> int:
+    offset = 0
+    for region in group.regions:
+        if region is until:
+            break
+        if region.trainable:
+            itemsize = 4 if widened else region.layout.dtype.itemsize
+            offset += round_up(region.layout.numel * itemsize)
+    return offset
+
+
+def gradient_bytes(group: ParamGroup, widened: bool) -> int:
+    """Bytes of the gradient buffer of ``group``."""
+    return _offset(group, None, widened)
+
+
+class GradientStore:
+    """Keeps and spills gradients; see [Note: gradients]. Training thread only, but for
+    `give_back`, which the optimizer worker calls."""
+
+    def __init__(self, store: TieredStore, arena: Arena, kernels: Kernels) -> None:
+        self._store = store
+        self._arena = arena
+        self._kernels = kernels
+        self.start_wide = False  # several micro-steps are declared
+        self._kept_free: dict[tuple[ParamGroup, bool], Block] = {}
+        self._staging: deque[Block] = deque()
+        self._spilling: deque[GroupGradient] = deque()
+        self._lock = threading.Lock()  # the worker gives buffers back too
+        self.wait_for_release: Callable[[], bool] = lambda: False
+
+    def add_staging(self, count: int, nbytes: int) -> None:
+        """Makes sure there are ``count`` staging buffers of ``nbytes`` bytes each."""
+        while self._staging and self._staging[0].nbytes < nbytes:
+            self._arena.free(self._staging.popleft())
+        while len(self._staging) < count:
+            block = self._arena.allocate(nbytes, Purpose.GRADIENT)
+            if block is None:
+                raise BudgetError(
+                    f"{format_bytes(nbytes)} for staging gradients do not fit host_memory; "
+                    f"{format_bytes(self._arena.free_bytes)} are free; raise host_memory"
+                )
+            self._staging.append(block)
+
+    # ---- accumulation
+
+    def accumulate(self, param: ShardedParam, gradient: torch.Tensor) -> None:
+        """Adds one parameter's gradient (its shape, any dtype)."""
+        group = param.group
+        flat = flatten_like(gradient, param.segment.spec.stride)
+        own = group.gradient
+        if own is None:
+            own = group.gradient = GroupGradient(group, widened=self.start_wide)
+        again = param.index in own.present
+        self.bring_in(own)
+        if again and not own.widened and flat.dtype != torch.float32:
+            self._widen(own)
+        destination = own.param_view(param)
+        if destination.dtype not in (torch.float32, torch.bfloat16):
+            raise StateError(
+                f"{param.name!r} has dtype {destination.dtype}; trainable parameters are float32 "
+                f"or bfloat16. Remedy: compute_dtype: 'bf16' or 'fp32'"
+            )
+        if flat.device.type != "cpu":
+            flat = flat.cpu()
+        own.sum_squares[param.index] = self._kernels.accumulate(destination, flat, add=again)
+        own.present.add(param.index)
+
+    def replace(self, param: ShardedParam, value: torch.Tensor | None) -> None:
+        """``param.grad = value``."""
+        own = param.group.gradient
+        if value is not None:
+            if value.shape != param.real.shape:
+                raise StateError(
+                    f"a gradient of shape {tuple(value.shape)} does not fit {param.name!r} "
+                    f"{tuple(param.real.shape)}"
+                )
+            if own is not None:
+                own.present.discard(param.index)
+            self.accumulate(param, value.detach())
+            self.park(param.group)
+        elif own is not None and param.index in own.present:
+            own.present.discard(param.index)
+            own.sum_squares.pop(param.index, None)
+            if not own.present:
+                self.discard(param.group)
+
+    def discard(self, group: ParamGroup) -> None:
+        """Forgets the gradients of ``group``."""
+        own, group.gradient = group.gradient, None
+        if own is not None:
+            self.finish_transfer(own)
+            self.give_back(own)
+
+    def bring_in(self, own: GroupGradient) -> None:
+        """The buffer in memory: allocated at the first gradient, read back if it was spilled."""
+        self.finish_transfer(own)
+        if own.tensor is not None:
+            return
+        self._place(own)
+        if own.present:
+            assert own.group.gradient_record is not None and own.block is not None
+            own.transfer = self._store.read(
+                own.group.gradient_record, 0, own.nbytes, own.block.address,
+                owner=own.tensor, priority=Priority.DEMAND,
+            )
+            self.finish_transfer(own)
+
+    def finish_transfer(self, own: GroupGradient) -> None:
+        transfer, own.transfer = own.transfer, None
+        if transfer is not None:
+            transfer.wait()
+            if own in self._spilling:
+                self._spilling.remove(own)
+                self._release_block(own)
+
+    def _place(self, own: GroupGradient) -> None:
+        nbytes = own.nbytes
+        if not own.group.stages_gradients:
+            block = self._kept_free.pop((own.group, own.widened), None)
+            block = block or self._arena.allocate(nbytes, Purpose.GRADIENT)
+            if block is None:
+                raise BudgetError(
+                    f"the gradients of {own.group.name!r} need {format_bytes(nbytes)} of host "
+                    f"memory, {format_bytes(self._arena.free_bytes)} are free. Remedy: raise "
+                    f"host_memory, or declare gradient_accumulation_steps so that they are planned for"
+                )
+            own.staged = False
+        else:
+            block = self._take_staging(nbytes)
+            own.staged = True
+        own.block = block
+        own.tensor, _ = tensor_over(block.address, round_up(nbytes))
+
+    def _take_staging(self, nbytes: int) -> Block:
+        """A staging buffer: a free one, or the one that comes back first."""
+        while not self._staging:
+            if self._spilling:
+                self.finish_transfer(self._spilling[0])
+            elif self.wait_for_release():
+                continue
+            elif not self._staging:
+                raise BudgetError(
+                    "all staging buffers for gradients are held by groups whose backward has not "
+                    "finished. Remedy: raise host_memory, or wrap larger modules"
+                )
+        block = self._staging.popleft()
+        if block.nbytes < nbytes:
+            self._staging.appendleft(block)
+            raise BudgetError(
+                f"a gradient buffer of {format_bytes(nbytes)} is larger than the planned "
+                f"{format_bytes(block.nbytes)}. Remedy: construct the optimizer before the first "
+                f"backward and do not declare gradient_accumulation_steps: 1 when accumulating"
+            )
+        return block
+
+    def _widen(self, own: GroupGradient) -> None:
+        """Turns the buffer into fp32, exactly; see [Note: gradients]."""
+        narrow = {
+            index: own.param_view(own.group.params[index]).clone() for index in sorted(own.present)
+        }
+        if own.staged:
+            own.widened = True
+            if own.block is None or own.block.nbytes < own.nbytes:
+                own.widened = False
+                raise BudgetError(
+                    "gradient_accumulation_steps: 1 was declared, but a second micro-step adds to "
+                    f"the gradients of {own.group.name!r}. Remedy: declare the real number"
+                )
+            own.tensor, _ = tensor_over(own.block.address, round_up(own.nbytes))
+        else:
+            old = own.block
+            own.widened, own.block, own.tensor = True, None, None
+            self._place(own)
+            if old is not None:
+                self._kept_free[own.group, False] = old
+        for index, values in narrow.items():
+            self._kernels.accumulate(own.param_view(own.group.params[index]), values, add=False)
+
+    # ---- after a group's backward
+
+    def park(self, group: ParamGroup) -> None:
+        """Group's backward is done: staged gradients that are kept for later go to NVMe."""
+        own = group.gradient
+        if own is None or not own.staged or own.tensor is None or own.transfer is not None:
+            return
+        if group.gradient_record is None:  # updated inside backward or at step()
+            return
+        assert own.block is not None
+        own.transfer = self._store.write(
+            group.gradient_record, 0, own.nbytes, own.block.address, owner=own.tensor
+        )
+        self._spilling.append(own)
+
+    def _release_block(self, own: GroupGradient) -> None:
+        with self._lock:
+            block, own.block, own.tensor = own.block, None, None
+        if block is None:
+            return
+        if own.staged:
+            self._staging.append(block)
+        else:
+            self._kept_free[own.group, own.widened] = block
+
+    def give_back(self, own: GroupGradient) -> None:
+        """The gradients were used or discarded; the buffer serves the next. One whose spill is in
+        flight comes back when that is done (`finish_transfer`)."""
+        if own.transfer is None:
+            self._release_block(own)
+
+    def close(self) -> None:
+        while self._spilling:
+            self.finish_transfer(self._spilling[0])
+        for block in [*self._staging, *self._kept_free.values()]:
+            self._arena.free(block)
+        self._staging.clear()
+        self._kept_free.clear()
+
+
+def flatten_like(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """``tensor``'s elements in the memory order of a dense tensor with ``stride``."""
+    if tensor.is_sparse:
+        tensor = tensor.to_dense()
+    if tensor.stride() != stride:
+        same = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+        tensor = same.copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))

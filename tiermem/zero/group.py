@@ -1,0 +1,271 @@
+"""`ParamGroup`: the unit of gather, and `ShardedParam`, one parameter in it.
+
+[Note: swapping] While a group is sharded, each module slot that held one of its parameters holds
+the `Placeholder`, and the real parameter's data is a one-element NaN tensor expanded to the true
+shape (never ``empty(0)``: accumulation, autocast and direct sub-module calls then see true
+shapes). While it is unsharded, the slot holds the real parameter whose data is a view of the
+lease. A slot is written only where it holds what we put there; a foreign tensor is left alone, so
+that ``torch.func.functional_call`` is exact.
+
+[Note: lost writes] The lease is the truth while the group holds it. Writes by the user bump the
+real parameter's version counter (views share it), so comparing versions before the lease is
+dropped finds them all; see `GatherScheduler.settle`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from tiermem.errors import StateError
+from tiermem.memory.lease import Lease
+from tiermem.store.records import Record
+from tiermem.types import Field
+from tiermem.zero import compat
+from tiermem.zero.layout import GroupLayout, ParamSpec, RegionLayout, Segment
+from tiermem.zero.placeholder import GradientStandIn, Placeholder
+
+if TYPE_CHECKING:
+    from tiermem.store.store import TieredStore
+    from tiermem.store.transfer import Transfer
+    from tiermem.zero.gradients import GroupGradient
+    from tiermem.zero.runtime import Runtime
+    from tiermem.zero.update import PendingUpdate, UpdateJob
+
+
+class ShardedState(enum.Enum):
+    """Where a group's parameters are. Owned by the training thread."""
+
+    SHARDED = "sharded"  # no lease
+    GATHERING = "gathering"  # a lease; its transfer or update may still run; not in any slot
+    UNSHARDED = "unsharded"  # real parameters over the lease, in their slots
+
+
+_ALLOWED = {
+    (ShardedState.SHARDED, ShardedState.GATHERING),
+    (ShardedState.GATHERING, ShardedState.UNSHARDED),
+    (ShardedState.UNSHARDED, ShardedState.GATHERING),
+    (ShardedState.GATHERING, ShardedState.SHARDED),
+}
+
+
+@dataclass(slots=True)
+class Slot:
+    """A place in a module that names a parameter."""
+
+    module: nn.Module
+    name: str
+
+    def put(self, value: nn.Parameter, instead_of: nn.Parameter) -> bool:
+        """Swaps ``value`` in if the slot holds ``instead_of``; see [Note: swapping]."""
+        parameters = self.module._parameters
+        if parameters.get(self.name) is instead_of:
+            parameters[self.name] = value
+            return True
+        return False
+
+
+class ShardedParam:
+    """One parameter of a group: the real one, its placeholder and the slots that name it."""
+
+    __slots__ = ("group", "index", "name", "placeholder", "real", "slots", "steps", "version", "_hooks")
+
+    def __init__(self, group: ParamGroup, index: int, name: str, real: nn.Parameter) -> None:
+        self.group = group
+        self.index = index
+        self.name = name
+        self.real = real
+        self.slots: list[Slot] = []
+        self.version = 0  # of ``real`` when lease and store last agreed
+        self.steps = 0  # optimizer updates of this parameter
+        self._hooks: Any = None
+        self.placeholder = Placeholder(self)
+
+    @property
+    def segment(self) -> Segment:
+        return self.group.layout.segments[self.index]
+
+    @property
+    def spec(self) -> ParamSpec:
+        return self.segment.spec
+
+    def listen(self) -> None:
+        """(Re-)registers our accumulation hook as the last one, so that users' see the gradient."""
+        if self._hooks is not None:
+            self._hooks.remove()
+        runtime = self.group.runtime
+        self._hooks = self.real.register_post_accumulate_grad_hook(
+            lambda _: runtime.backward.on_gradient(self)
+        )
+
+    # ---- ParamHandle (see placeholder.py)
+
+    def call(self, function: Callable[..., Any], args: Any, kwargs: Any, params: Iterable[Any]) -> Any:
+        return self.group.runtime.forward.faulted_call(
+            function, args, kwargs, list(dict.fromkeys(p.group for p in params))
+        )
+
+    def get_grad(self) -> torch.Tensor | None:
+        if self.real.grad is not None:
+            return self.real.grad
+        gradients = self.group.gradient
+        if gradients is None or self.index not in gradients.present:
+            return None
+        with compat.disable_torch_function():
+            return GradientStandIn(self.segment.spec, self.real.device, lambda: self.set_grad(None))
+
+    def set_grad(self, value: torch.Tensor | None) -> None:
+        self.real.grad = None
+        if isinstance(value, GradientStandIn):
+            return
+        self.group.runtime.gradients.replace(self, value)
+
+    def get_data(self) -> torch.Tensor:
+        if self.group.state is ShardedState.UNSHARDED and self.group.runtime.forward.gathered_depth:
+            return self.real.data
+        raise StateError(
+            f".data of {self.name!r} is not here: the parameter is sharded. Remedy: "
+            f"with tiermem.gathered(params, modify=True): ..."
+        )
+
+    def set_requires_grad(self, value: bool) -> None:
+        if value and not self.group.regions[self.segment.region].trainable:
+            self.group.runtime.updates.make_trainable(self)
+        self.real.requires_grad_(value)
+        with compat.disable_torch_function():
+            torch.Tensor.requires_grad_(self.placeholder, value)
+
+    def add_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
+        handle = self.real.register_post_accumulate_grad_hook(hook)
+        self.listen()
+        return handle
+
+
+@dataclass(frozen=True, slots=True)
+class StateRecord:
+    """One optimizer state of a region: its record, the store that holds it, its dtype."""
+
+    record: Record
+    store: TieredStore
+    dtype: torch.dtype
+
+
+@dataclass(slots=True)
+class Region:
+    """A region of a group with its optimizer states. ``initialised`` names those that have values:
+    before that a state is zero and is not read. ``trainable`` may become True later."""
+
+    layout: RegionLayout
+    trainable: bool
+    states: dict[Field, StateRecord] = field(default_factory=dict)
+    initialised: set[Field] = field(default_factory=set)
+
+
+class ParamGroup:
+    """See the module's notes. ``record`` is None where the parameters live on the device."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        index: int,
+        name: str,
+        layout: GroupLayout,
+        persistent: bool,
+        small: bool,
+    ) -> None:
+        self.runtime = runtime
+        self.index = index
+        self.name = name
+        self.layout = layout
+        self.persistent = persistent  # never leaves the device
+        self.small = small  # its parameters are below the persistence threshold
+        self.regions = [Region(region, region.trainable) for region in layout.regions]
+        self.params: list[ShardedParam] = []
+        self.record: Record | None = None
+        self.gradient_record: Record | None = None
+        self.stages_gradients = False  # in a shared buffer, not one of the group's own
+        # Training thread:
+        self.state = ShardedState.SHARDED
+        self.lease: Lease | None = None
+        self.transfer: Transfer | None = None
+        self.pending: PendingUpdate | None = None
+        self.job: UpdateJob | None = None
+        self.gradient: GroupGradient | None = None
+        self.uses = 0  # forwards, faulted calls and gathered() blocks that need it now
+        self.handles = 0  # saved tensors that will need it in backward
+        self.version = 0  # of the values; saved handles must agree
+
+    def __repr__(self) -> str:
+        return f"ParamGroup({self.name!r}, {self.state.value}, {self.layout.nbytes} bytes)"
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.nbytes
+
+    @property
+    def trainable_numel(self) -> int:
+        """Elements whose gradients are kept, with padding."""
+        return sum(r.layout.numel for r in self.regions if r.trainable)
+
+    def move(self, to: ShardedState) -> None:
+        """The one place where ``state`` changes."""
+        if (self.state, to) not in _ALLOWED:
+            raise StateError(f"group {self.name!r} cannot go from {self.state.value} to {to.value}")
+        self.state = to
+
+    def region_view(self, region: Region) -> torch.Tensor:
+        """The region's elements in the lease, 1-D."""
+        assert self.lease is not None
+        layout = region.layout
+        return self.lease.typed(layout.dtype, layout.byte_offset, layout.numel)
+
+    def attach(self) -> None:
+        """Real parameters become views of the lease."""
+        assert self.lease is not None
+        with torch.inference_mode(False), torch.no_grad():
+            views = [self.region_view(region) for region in self.regions]
+            for param in self.params:
+                segment = param.segment
+                spec = segment.spec
+                param.real.data = views[segment.region].as_strided(
+                    spec.shape, spec.stride, views[segment.region].storage_offset() + segment.start
+                )
+
+    def detach(self) -> None:
+        """Real parameters give up the lease; see [Note: swapping]."""
+        with torch.inference_mode(False), torch.no_grad():
+            for param in self.params:
+                param.real.data = absent(param.spec, param.real.device)
+
+    def swap_in(self) -> None:
+        self.attach()
+        for param in self.params:
+            for slot in param.slots:
+                slot.put(param.real, param.placeholder)
+        self.move(ShardedState.UNSHARDED)
+
+    def swap_out(self) -> None:
+        for param in self.params:
+            for slot in param.slots:
+                slot.put(param.placeholder, param.real)
+        self.detach()
+        self.move(ShardedState.GATHERING)
+
+    def mark_clean(self) -> None:
+        for param in self.params:
+            param.version = param.real._version
+
+    def written_by_user(self) -> list[ShardedParam]:
+        """Parameters changed since lease and store last agreed; see [Note: lost writes]."""
+        return [param for param in self.params if param.real._version != param.version]
+
+
+def absent(spec: ParamSpec, device: torch.device) -> torch.Tensor:
+    """The stand-in for the data of a sharded parameter: NaN (0 for integers), true shape."""
+    value = float("nan") if spec.dtype.is_floating_point or spec.dtype.is_complex else 0
+    return torch.full((1,), value, dtype=spec.dtype, device=device).expand(spec.shape)

@@ -1,0 +1,108 @@
+"""How the parameters of a group lie in its flat buffer. Pure.
+
+A group is one byte buffer of *regions*; a region holds consecutive parameters that share dtype and
+trainability, so that its optimizer records are indexed by the same element numbers. Regions start
+on 4096-byte boundaries (they are read and written by themselves), parameters on 32 elements (a
+cache line or more in 16 and 32 bit).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tiermem.types import round_up
+
+SEGMENT_ALIGNMENT_NUMEL = 32
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """What the layout needs to know of one parameter."""
+
+    name: str
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One parameter's place: ``start`` is its first element within its region."""
+
+    region: int
+    start: int
+    spec: ParamSpec
+
+    @property
+    def numel(self) -> int:
+        return self.spec.numel
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.spec.numel
+
+
+@dataclass(frozen=True, slots=True)
+class RegionLayout:
+    """A run of parameters: ``byte_offset`` in the group's buffer, ``numel`` with padding."""
+
+    index: int
+    byte_offset: int
+    numel: int
+    dtype: torch.dtype
+    trainable: bool
+    params: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """Segments by parameter index, regions in buffer order, total bytes (multiple of 4096)."""
+
+    segments: tuple[Segment, ...]
+    regions: tuple[RegionLayout, ...]
+    nbytes: int
+
+
+def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The stride to keep: the tensor's own if it is dense (channels-last, transposed), else the
+    contiguous one."""
+    expected = 1
+    order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.shape[d]))
+    for d in order:
+        if tensor.shape[d] == 1:
+            continue
+        if tensor.stride(d) != expected:
+            return tuple(torch.empty(tensor.shape, device="meta").stride())
+        expected *= tensor.shape[d]
+    return tuple(tensor.stride())
+
+
+def plan_layout(specs: Sequence[ParamSpec]) -> GroupLayout:
+    """Lays out ``specs``: parameters keep their order within a region."""
+    kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for index, spec in enumerate(specs):
+        kinds.setdefault((spec.dtype, spec.trainable), []).append(index)
+    segments: dict[int, Segment] = {}
+    regions: list[RegionLayout] = []
+    offset = 0
+    for (dtype, trainable), members in kinds.items():
+        position = 0
+        for index in members:
+            segments[index] = Segment(len(regions), position, specs[index])
+            position = round_up(position + specs[index].numel, SEGMENT_ALIGNMENT_NUMEL)
+        region = RegionLayout(len(regions), offset, position, dtype, trainable, tuple(members))
+        regions.append(region)
+        offset = round_up(offset + region.nbytes)
+    return GroupLayout(tuple(segments[i] for i in range(len(specs))), tuple(regions), offset)

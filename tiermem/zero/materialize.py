@@ -1,0 +1,207 @@
+"""Filling new groups: from the model's own tensors, or from the meta device by initialising.
+
+[Note: initialisation] A meta parameter is materialised on the CPU in its original dtype, its module
+is initialised, and the values go to the group's buffer (fp32 values into 16-bit groups keep their
+remainder, so the fp32 master is exact); then the next module follows. So at most one module's
+parameters exist in full precision at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from tiermem.errors import StateError
+from tiermem.memory.arena import Block
+from tiermem.memory.lease import tensor_over
+from tiermem.types import Field, Purpose
+from tiermem.zero.gradients import flatten_like
+from tiermem.zero.group import ParamGroup, Region, ShardedParam, absent
+from tiermem.zero.placeholder import Placeholder
+from tiermem.zero.runtime import Runtime
+from tiermem.zero.wrap import PlannedUnit
+
+Init = Callable[[nn.Module, str], None]
+
+
+def find_initialiser(model: nn.Module, init: Init | None, names: dict[nn.Module, str]) -> Init:
+    """What initialises one module. Raises `StateError` if some module cannot be."""
+    if init is not None:
+        return init
+    stuck = [
+        name or type(module).__name__
+        for module, name in names.items()
+        if _on_meta(module) and _reset_method(module) is None
+    ]
+    if stuck:
+        raise StateError(
+            f"modules on the meta device without reset_parameters(): {', '.join(stuck[:5])}"
+            f"{' and others' if len(stuck) > 5 else ''}. Remedy: tiermem.shard(..., init=function) "
+            f"with a function that fills a module's parameters and buffers"
+        )
+    return _reset
+
+
+def _reset(module: nn.Module, _: str) -> None:
+    method = _reset_method(module)
+    assert method is not None
+    method()
+
+
+def _reset_method(module: nn.Module) -> Callable[[], object] | None:
+    for name in ("reset_parameters", "_reset_parameters"):
+        found = getattr(module, name, None)
+        if callable(found):
+            return found  # type: ignore[no-any-return]
+    return None
+
+
+def _on_meta(module: nn.Module) -> bool:
+    own = [*module._parameters.values(), *module._buffers.values()]
+    return any(t is not None and t.device.type == "meta" for t in own)
+
+
+def _buffers_from_meta(module: nn.Module, device: torch.device) -> None:
+    for key, buffer in module._buffers.items():
+        if buffer is not None and buffer.device.type == "meta":
+            module._buffers[key] = torch.empty_like(buffer, device=device)
+
+
+def materialise_buffers(
+    model: nn.Module, names: dict[nn.Module, str], initialise: Init, device: torch.device
+) -> None:
+    """Meta buffers of modules that own no meta parameter, and buffers' way to the device."""
+    for module, name in names.items():
+        if any(b is not None and b.device.type == "meta" for b in module._buffers.values()):
+            _buffers_from_meta(module, torch.device("cpu"))
+            with torch.no_grad():
+                initialise(module, name)
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device and device.type != "cpu":
+                module._buffers[key] = buffer.to(device)
+
+
+class Filler:
+    """Moves the parameters of one unit into its groups. See [Note: initialisation]."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        unit: PlannedUnit,
+        groups: list[ParamGroup],
+        names: dict[nn.Module, str],
+        initialise: Init,
+    ) -> None:
+        self._runtime = runtime
+        self._unit = unit
+        self._groups = groups
+        self._names = names
+        self._initialise = initialise
+        self._images: dict[ParamGroup, torch.Tensor] = {}
+        self._remainders: dict[tuple[ParamGroup, int], torch.Tensor] = {}
+        self._blocks: list[Block] = []
+        by_name = {segment.spec.name: (group, index)
+                   for group in groups for index, segment in enumerate(group.layout.segments)}
+        self._place = {id(p.param): by_name[p.name] for p in unit.params}
+        self._reals: dict[int, nn.Parameter] = {}
+
+    def fill(self) -> None:
+        try:
+            for group in self._groups:
+                self._images[group] = self._runtime.gather.open_for_fill(group)
+            for planned in self._unit.params:
+                if id(planned.param) in self._reals:
+                    continue
+                if planned.param.device.type == "meta":
+                    self._from_meta(planned.slots[0].module)
+                else:
+                    self._store(planned.param, planned.param.detach())
+                    self._reals[id(planned.param)] = planned.param
+            self._adopt()
+            for group in self._groups:
+                self._runtime.gather.close_fill(group, self._images[group])
+            self._write_remainders()
+        finally:
+            self._remainders.clear()
+            for block in self._blocks:
+                self._runtime.host.free(block)
+
+    def _from_meta(self, module: nn.Module) -> None:
+        """Materialises, initialises and stores what ``module`` names on the meta device."""
+        own = {k: p for k, p in module._parameters.items() if p is not None}
+        with torch.inference_mode(False):
+            for key, param in own.items():
+                if param.device.type == "meta" or isinstance(param, Placeholder):
+                    # A placeholder is a tied parameter of an earlier unit: it keeps the values
+                    # that its first module gave it, this one initialises a scratch tensor.
+                    room = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype)
+                    setattr(module, key, nn.Parameter(room, requires_grad=param.requires_grad))
+            _buffers_from_meta(module, torch.device("cpu"))
+            with torch.no_grad():
+                self._initialise(module, self._names[module])
+        for key, param in own.items():
+            made = module._parameters[key]
+            if id(param) in self._place and id(param) not in self._reals:
+                assert made is not None
+                self._store(param, made.detach())
+                self._reals[id(param)] = made
+            elif made is not param:  # tied, and initialised by another module
+                module._parameters[key] = self._reals.get(id(param), param)
+
+    def _store(self, param: nn.Parameter, source: torch.Tensor) -> None:
+        """One parameter's values into its group's image (and its remainder)."""
+        group, index = self._place[id(param)]
+        segment = group.layout.segments[index]
+        region = group.regions[segment.region]
+        layout = region.layout
+        flat = flatten_like(source, segment.spec.stride).to("cpu")
+        first = layout.byte_offset + segment.start * layout.dtype.itemsize
+        stop = first + segment.numel * layout.dtype.itemsize
+        target = self._images[group][first:stop].view(layout.dtype)
+        if flat.dtype == torch.float32 and layout.dtype == torch.bfloat16:
+            if Field.MASTER_LO in region.states:
+                remainder = self._remainder(group, region)[segment.start : segment.stop]
+            else:
+                remainder = torch.empty(flat.numel(), dtype=torch.int16)
+            self._runtime.kernels.split_master(flat.contiguous(), target, remainder)
+        else:
+            target.copy_(flat)
+
+    def _remainder(self, group: ParamGroup, region: Region) -> torch.Tensor:
+        key = (group, region.layout.index)
+        if key not in self._remainders:
+            nbytes = region.states[Field.MASTER_LO].record.nbytes
+            block = self._runtime.host.allocate(nbytes, Purpose.STAGING)
+            if block is None:
+                raise StateError("host memory is in use; shard models before optimizers are made")
+            self._blocks.append(block)
+            self._remainders[key] = tensor_over(block.address, nbytes)[0].zero_().view(torch.int16)
+        return self._remainders[key]
+
+    def _adopt(self) -> None:
+        """Real parameters give up their own data; placeholders take their slots."""
+        by_name = {p.name: p for p in self._unit.params}
+        device = self._runtime.device
+        for group in self._groups:
+            for index, segment in enumerate(group.layout.segments):
+                planned = by_name[segment.spec.name]
+                real = self._reals[id(planned.param)]
+                with torch.inference_mode(False), torch.no_grad():
+                    real.data = absent(segment.spec, device)
+                sharded = ShardedParam(group, index, segment.spec.name, real)
+                sharded.listen()
+                sharded.slots.extend(planned.slots)
+                for slot in planned.slots:
+                    slot.module._parameters[slot.name] = sharded.placeholder
+                group.params.append(sharded)
+
+    def _write_remainders(self) -> None:
+        for (group, index), tensor in self._remainders.items():
+            region = group.regions[index]
+            state = region.states[Field.MASTER_LO]
+            state.store.write(
+                state.record, 0, state.record.nbytes, tensor.data_ptr(), owner=tensor
+            ).wait()
+            region.initialised.add(Field.MASTER_LO)

@@ -1,0 +1,183 @@
+"""From a model's units to groups and budgets, before anything is moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tiermem.config import TierConfig
+from tiermem.schedule.placement import (
+    DevicePlan,
+    GroupSize,
+    HostPlan,
+    HostRequest,
+    plan_device,
+    plan_host,
+)
+from tiermem.types import Tier, round_up
+from tiermem.zero.group import ParamGroup
+from tiermem.zero.layout import GroupLayout, ParamSpec, RegionLayout, dense_stride, plan_layout
+from tiermem.zero.wrap import PlannedParam, PlannedUnit
+
+_COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(slots=True, eq=False)
+class PlannedGroup:
+    """A group before it exists. ``small``: its parameters are below the persistence threshold;
+    ``stays``: it never leaves the device."""
+
+    unit: int
+    name: str
+    params: list[PlannedParam]
+    layout: GroupLayout
+    small: bool
+    stays: bool
+
+
+def target_dtype(param: torch.Tensor, config: TierConfig) -> torch.dtype:
+    """The dtype to compute in: floating-point parameters are cast where the configuration says."""
+    if config.compute_dtype is None or not param.dtype.is_floating_point:
+        return param.dtype
+    return param.dtype if param.dtype.itemsize < 2 else _COMPUTE[config.compute_dtype]
+
+
+def plan_groups(units: Sequence[PlannedUnit], config: TierConfig) -> list[PlannedGroup]:
+    """Each unit's parameters as one group, and a second one for its small parameters."""
+    result = []
+    for index, unit in enumerate(units):
+        small = [p for p in unit.params if p.param.numel() < config.persistence_threshold_numel]
+        large = [p for p in unit.params if p.param.numel() >= config.persistence_threshold_numel]
+        if sum(p.param.numel() for p in large) == 0:
+            small, large = [*small, *large], []
+        for params, is_small in ((large, False), (small, True)):
+            if not params:
+                continue
+            layout = plan_layout([_spec(p, config) for p in params])
+            suffix = " (persistent)" if is_small else ""
+            stays = is_small or config.params == "device"
+            result.append(PlannedGroup(index, unit.name + suffix, params, layout, is_small, stays))
+    return result
+
+
+def _spec(planned: PlannedParam, config: TierConfig) -> ParamSpec:
+    param = planned.param
+    return ParamSpec(
+        planned.name, param.shape, dense_stride(param), target_dtype(param, config), param.requires_grad
+    )
+
+
+def state_itemsize(dtype: torch.dtype) -> int:
+    """Bytes of AdamW's states per element beside the parameter: two fp32 moments, and for 16-bit
+    parameters the remainder of the master."""
+    return 8 + (2 if dtype == torch.bfloat16 else 0)
+
+
+def group_size(
+    layout: GroupLayout, trainable: Sequence[RegionLayout], config: TierConfig, *, small: bool
+) -> GroupSize:
+    """What the host budget has to know of one group with these trainable regions."""
+    narrow = sum(round_up(r.nbytes) for r in trainable)
+    wide = sum(round_up(r.numel * 4) for r in trainable)
+    declared = config.gradient_accumulation_steps
+    once = config.effective_update == "backward" or declared == 1
+    return GroupSize(
+        param_bytes=layout.nbytes,
+        trainable_numel=sum(r.numel for r in trainable),
+        state_bytes=sum(round_up(r.numel * 4) * 2 + round_up(_remainder_bytes(r)) for r in trainable),
+        grad_bytes=wide if (declared or 1) > 1 else narrow,
+        staged_bytes=narrow if once else wide,
+        persistent=small,
+    )
+
+
+def _remainder_bytes(region: RegionLayout) -> int:
+    return region.numel * 2 if region.dtype == torch.bfloat16 else 0
+
+
+def host_request(
+    config: TierConfig,
+    itemsizes: tuple[int, int],
+    *,
+    total: int,
+    free: int,
+    params_paid: bool = False,
+) -> HostRequest:
+    """The request to divide ``free`` of ``total`` bytes. ``itemsizes``: of states, of gradients;
+    ``params_paid``: parameters have their memory already."""
+    spill = bool(config.paths) and config.uses_nvme
+    return HostRequest(
+        total=total,
+        budget=free,
+        params=Tier.DEVICE if params_paid else Tier(config.params),
+        optimizer=Tier(config.optimizer),
+        spill_allowed=spill,
+        keep_gradients=config.effective_update == "deferred",
+        state_itemsize=itemsizes[0],
+        grad_itemsize=itemsizes[1],
+        sub_group_numel=config.sub_group_numel,
+        resident_limit=int(config.resident_memory) if config.resident_memory is not None else None,
+    )
+
+
+def slot_itemsizes(regions: Iterable[RegionLayout], config: TierConfig) -> tuple[int, int]:
+    """The most bytes per element that a slot has to take for trainable ``regions``: states,
+    gradient."""
+    dtypes = {region.dtype for region in regions}
+    states = max((state_itemsize(d) for d in dtypes), default=0)
+    grads = max((d.itemsize for d in dtypes), default=0)
+    if config.effective_update == "deferred" and config.gradient_accumulation_steps != 1:
+        grads = 4 if dtypes else 0
+    return states, grads
+
+
+def plan_for_shard(
+    units: Sequence[PlannedUnit], groups: Sequence[PlannedGroup], config: TierConfig, total: int, free: int
+) -> tuple[HostPlan, DevicePlan]:
+    """Both budgets, as if AdamW came for everything trainable. Raises `BudgetError`."""
+    sizes = [
+        group_size(g.layout, [r for r in g.layout.regions if r.trainable], config, small=g.small)
+        for g in groups
+    ]
+    itemsizes = slot_itemsizes(
+        [r for g in groups for r in g.layout.regions if r.trainable], config
+    )
+    host = plan_host(sizes, host_request(config, itemsizes, total=total, free=free))
+    held = [
+        GroupSize(g.layout.nbytes, s.trainable_numel, s.state_bytes, s.grad_bytes, s.staged_bytes, g.stays)
+        for g, s in zip(groups, sizes, strict=True)
+    ]
+    states = 0
+    if config.optimizer == "device":
+        states = sum(s.state_bytes + 16 * 4096 for s in sizes)
+    device = plan_device(
+        held,
+        _working_bytes(units, groups) + states,
+        int(config.device_memory) if config.device_memory is not None else None,
+        int(config.prefetch_bytes) if config.prefetch_bytes is not None else None,
+    )
+    return host, device
+
+
+def _working_bytes(units: Sequence[PlannedUnit], groups: Sequence[PlannedGroup]) -> int:
+    """The most that one use holds at once: a unit's group with those of the units around it."""
+    own = [0] * len(units)
+    for group in groups:
+        if not group.stays:
+            own[group.unit] += round_up(group.layout.nbytes)
+    return max(
+        (own[i] + sum(own[j] for j in unit.enclosing) for i, unit in enumerate(units)), default=0
+    )
+
+
+def existing_size(group: ParamGroup, config: TierConfig) -> GroupSize:
+    """What an existing group still has to be given: states that have records are paid already."""
+    trainable = [region.layout for region in group.regions if region.trainable]
+    size = group_size(group.layout, trainable, config, small=group.small)
+    paid = sum(round_up(s.record.nbytes) for region in group.regions for s in region.states.values())
+    return GroupSize(
+        0, size.trainable_numel, max(0, size.state_bytes - paid), size.grad_bytes, size.staged_bytes,
+        size.persistent,
+    )

@@ -1,0 +1,273 @@
+"""`Runtime`: owns the budgets, the store, the engine and everything that moves between tiers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from tiermem.config import TierConfig, load_config
+from tiermem.errors import ConfigError, StateError
+from tiermem.io import open_engine
+from tiermem.io.base import QueueOptions
+from tiermem.kernels import open_kernels
+from tiermem.memory.arena import Arena
+from tiermem.memory.budget import check_host_budget, default_host_budget
+from tiermem.memory.ledger import Ledger
+from tiermem.memory.lease import AcceleratorPool, ArenaPool, LeasePool
+from tiermem.schedule.placement import DevicePlan
+from tiermem.store.store import TieredStore
+from tiermem.types import Tier
+from tiermem.zero.backward import BackwardTracker
+from tiermem.zero.forward import ForwardTracker
+from tiermem.zero.gather import GatherScheduler
+from tiermem.zero.gradients import GradientStore
+from tiermem.zero.group import ParamGroup, ShardedParam
+from tiermem.zero.placeholder import Placeholder
+from tiermem.zero.states import StateAccess
+from tiermem.zero.stats import RuntimeStats, collect
+from tiermem.zero.update import UpdatePipeline
+from tiermem.zero.updates import UpdateController
+
+logger = logging.getLogger(__name__)
+
+
+class Runtime:
+    """The tiers of one process. Use it as a context manager, or call `close`.
+
+    ``config`` is a `TierConfig`, a mapping with its keys, or the path of a JSON file. Raises
+    `ConfigError` for a configuration that cannot work, `BudgetError` for a budget that would make
+    the machine swap, `TierIOError` for a path that cannot be used.
+
+    [Note: threads] The training thread (and autograd's) owns all state here; the update pipeline's
+    worker and the engine's threads own what their modules say.
+    """
+
+    def __init__(self, config: TierConfig | Mapping[str, Any] | str | Path) -> None:
+        self.config = load_config(config)
+        self._torn: str | None = None
+        self._closed = False
+        self._pid = os.getpid()
+        self.device = _device(self.config)
+        budget = int(self.config.host_memory or default_host_budget())
+        check_host_budget(budget)
+        self.ledger = Ledger({Tier.HOST: budget, Tier.DEVICE: 1 << 62})
+        self.kernels = open_kernels()
+        self.host = Arena(
+            budget, tier=Tier.HOST, ledger=self.ledger, pin=self.config.pin_memory,
+            device=self.device.type,
+        )
+        io = self.config.io
+        self.engine = open_engine(io.backend, self.config.paths[0] if self.config.paths else None)
+        try:
+            self.store = TieredStore(
+                self.engine, self.host, paths=self.config.paths if self.config.uses_nvme else (),
+                weights=self.config.path_weights if self.config.uses_nvme else None,
+                stripe_bytes=int(self.config.stripe_bytes),
+                queue_options=QueueOptions(int(io.chunk_bytes), io.read_depth, io.write_depth),
+                direct=io.direct,
+            )
+        except BaseException:
+            self.engine.close()
+            self.host.close(force=True)
+            self.kernels.close()
+            raise
+        self.device_arena: Arena | None = None
+        self.device_store: TieredStore | None = None
+        self.device_plan: DevicePlan | None = None
+        self.pipeline = UpdatePipeline(self.store, self.host, self.kernels)
+        self.gradients = GradientStore(self.store, self.host, self.kernels)
+        self.states = StateAccess(self.pipeline)
+        self.gather = GatherScheduler(self, self.store, self.pipeline, self.host)
+        self.forward = ForwardTracker(self)
+        self.backward = BackwardTracker(self)
+        self.updates = UpdateController(
+            self, in_backward=self.config.effective_update == "backward"
+        )
+        self.pipeline.gradients = self.gradients
+        self.gradients.wait_for_release = self.gather.wait_for_release
+        self.started = time.perf_counter()
+
+    # ---- set-up (used by shard)
+
+    def open_device(self, plan: DevicePlan) -> None:
+        """Makes device memory of ``plan.budget`` bytes; called by the first `shard`."""
+        if self.device_plan is not None:
+            raise StateError("device memory is open already")
+        self.device_plan = plan
+        pool: LeasePool
+        if self.device.type == "cpu":
+            self.device_arena = Arena(
+                plan.budget, tier=Tier.DEVICE, ledger=self.ledger, pin=self.config.pin_memory,
+                device="cpu",
+            )
+            self.device_store = TieredStore(self.engine, self.device_arena)
+            pool = ArenaPool(self.device_arena, poison=self.config.poison_released)
+        else:
+            pool = AcceleratorPool(self.device, self.ledger, plan.budget)
+        self.gather.pool = pool
+        self.gather.ahead_bytes = plan.ahead_bytes
+
+    @property
+    def device_plan_budget(self) -> int:
+        return self.device_plan.budget if self.device_plan is not None else 0
+
+    @property
+    def groups(self) -> list[ParamGroup]:
+        return self.gather.groups
+
+    # ---- health
+
+    def check_usable(self) -> None:
+        """Raises `StateError` if the run is closed, torn, or in a forked child."""
+        if self._closed:
+            raise StateError("the runtime is closed; open a new one and load a checkpoint")
+        if os.getpid() != self._pid:
+            raise StateError(
+                "this process was forked from the one that owns the runtime. Remedy: use 'spawn', or "
+                "keep sharded models out of worker processes"
+            )
+        if self.pipeline.failure is not None:
+            self.mark_torn(self.pipeline.failure)
+        if self._torn is not None:
+            raise StateError(self._torn)
+
+    def mark_torn(self, error: BaseException) -> None:
+        """See [Note: torn] in update.py."""
+        if self._torn is None:
+            self._torn = (
+                f"the run is TORN: an update failed after some of it had been written ({error}), so "
+                f"some parameters are new and some old. Remedy: start a new run from a checkpoint"
+            )
+            logger.error("%s", self._torn)
+
+    @property
+    def torn(self) -> bool:
+        return self._torn is not None
+
+    # ---- for users
+
+    def drain(self) -> None:
+        """Applies every pending update and waits for all I/O; afterwards the store is current."""
+        self.check_usable()
+        self.gather.apply_pending()
+        for group in self.groups:
+            self.gather.ready(group)
+            self.gather.settle(group)
+        self.gather.finish_writes()
+        self.pipeline.settle()
+        self.store.drain()
+        self.check_usable()
+
+    def stats(self) -> RuntimeStats:
+        """Bytes, seconds and memory since the runtime was made."""
+        return collect(self)
+
+    def close(self) -> None:
+        """Applies what is pending, drains, deletes this run's files. Idempotent.
+
+        Raises the first error after everything is cleaned up; in a forked child it does nothing.
+        """
+        if self._closed or os.getpid() != self._pid:
+            return
+        errors: list[Exception] = []
+        if not self.torn:
+            self._attempt(self.drain, errors)
+        self._closed = True
+        self._attempt(self.forward.close, errors)
+        self.gather.close(errors.append)
+        self._attempt(self.pipeline.close, errors)
+        self._attempt(self.gradients.close, errors)
+        if self.device_store is not None:
+            self._attempt(self.device_store.close, errors)
+        self._attempt(self.store.close, errors)
+        self._attempt(self.engine.close, errors)
+        if self.gather.pool is not None:
+            self.gather.pool.close()
+        self._close_arenas()
+        self.kernels.close()
+        if errors:
+            raise errors[0]
+
+    def _close_arenas(self) -> None:
+        # Views that users still hold keep the mapping alive; see [Note: leases].
+        for arena in (self.device_arena, self.host):
+            if arena is not None:
+                arena.close(force=True)
+
+    @staticmethod
+    def _attempt(action: Any, errors: list[Exception]) -> None:
+        try:
+            action()
+        except Exception as error:
+            errors.append(error)
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except Exception as close_error:
+            if error is None:
+                raise
+            logger.error("closing the runtime failed too: %s", close_error)
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True) and os.getpid() == self._pid:
+            warnings.warn(
+                "a tiermem.Runtime was not closed; use it as a context manager",
+                ResourceWarning,
+                stacklevel=2,
+            )
+
+    def resolve(self, param: torch.Tensor) -> ShardedParam:
+        """The sharded parameter behind a placeholder, or behind the real one that stands in its
+        slot inside a forward. Raises `StateError` for any other tensor."""
+        if isinstance(param, Placeholder):
+            handle = param._handle
+            if isinstance(handle, ShardedParam) and handle.group.runtime is self:
+                return handle
+        for group in self.groups:
+            for candidate in group.params:
+                if candidate.real is param:
+                    return candidate
+        raise StateError(
+            f"a tensor of shape {tuple(param.shape)} is not a parameter of this runtime. Remedy: "
+            f"pass parameters of a model that tiermem.shard returned"
+        )
+
+
+def _device(config: TierConfig) -> torch.device:
+    if config.device == "auto":
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return torch.device("cpu") if found is None else torch.device(found.type)
+    try:
+        device = torch.device(config.device)
+    except RuntimeError as error:
+        raise ConfigError(f"device: {config.device!r} is not a device: {error}") from error
+    if device.type != "cpu":
+        found = torch.accelerator.current_accelerator(check_available=True)
+        if found is None or found.type != device.type:
+            raise ConfigError(
+                f"device: {config.device!r} is not available here; use 'cpu' or 'auto'"
+            )
+        if config.optimizer == "device":
+            raise ConfigError(
+                "optimizer: 'device' is not supported on an accelerator: states are updated on the "
+                "host. Remedy: optimizer: 'host' or 'nvme'"
+            )
+    return device
+

@@ -1,0 +1,123 @@
+"""`shard`: moves a model's parameters into the tiers, in place, unit by unit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from tiermem.store.records import RecordSpec
+from tiermem.types import Field, Tier, round_up
+from tiermem.zero.forward import Unit
+from tiermem.zero.group import ParamGroup, Region, StateRecord
+from tiermem.zero.guards import install_guards
+from tiermem.zero.materialize import Filler, Init, find_initialiser, materialise_buffers
+from tiermem.zero.plan import PlannedGroup, plan_for_shard, plan_groups
+from tiermem.zero.runtime import Runtime
+from tiermem.zero.wrap import PlannedUnit, Wrap, plan_units
+
+
+def shard(
+    model: nn.Module, runtime: Runtime, *, wrap: Wrap = None, init: Init | None = None
+) -> nn.Module:
+    """Shards ``model`` over the tiers of ``runtime``, in place; returns it.
+
+    Names, ``state_dict`` keys and module classes stay. ``wrap`` lists the modules (or names, or
+    classes) to gather as units; by default repeated blocks, then every other module by itself.
+    Parameters on the meta device are initialised unit by unit, so that the model never exists
+    whole: ``init(module, qualified_name)`` is called for each module that owns some (default:
+    its ``reset_parameters()``), and works on ordinary CPU tensors in the parameters' original
+    dtype. A parameter that several modules share is initialised by the first.
+
+    Raises `BudgetError` (with the smallest budget that works) and `StateError` before anything is
+    changed.
+    """
+    runtime.check_usable()
+    units = plan_units(model, wrap)
+    groups = plan_groups(units, runtime.config)
+    host, device = plan_for_shard(
+        units, groups, runtime.config, runtime.host.nbytes, runtime.host.free_bytes
+    )
+    names = {module: name for name, module in model.named_modules()}
+    initialise = find_initialiser(model, init, names)
+    if runtime.gather.pool is None:
+        runtime.open_device(device)
+    first = len(runtime.groups)
+    made = [
+        ParamGroup(runtime, first + i, planned.name, planned.layout, planned.stays, planned.small)
+        for i, planned in enumerate(groups)
+    ]
+    for group in made:
+        _make_records(runtime, group, host.param_fraction, host.state_fraction)
+    runtime.groups.extend(made)
+    for index, unit in enumerate(units):
+        mine = [g for g, planned in zip(made, groups, strict=True) if planned.unit == index]
+        Filler(runtime, unit, mine, names, initialise).fill()
+    materialise_buffers(model, names, initialise, runtime.device)
+    _install_hooks(runtime, units, groups, made, names)
+    install_guards(model, made)
+    return model
+
+
+def _install_hooks(
+    runtime: Runtime,
+    units: Sequence[PlannedUnit],
+    planned: Sequence[PlannedGroup],
+    made: Sequence[ParamGroup],
+    names: dict[nn.Module, str],
+) -> None:
+    """One pair of hooks on each unit's module, and on each module outside of a unit that names a
+    parameter of it (tied weights)."""
+    needs: dict[nn.Module, dict[ParamGroup, None]] = {}
+    for index, unit in enumerate(units):
+        inside = set(unit.module.modules())
+        for group, plan in zip(made, planned, strict=True):
+            if plan.unit != index:
+                continue
+            needs.setdefault(unit.module, {})[group] = None
+            for param in group.params:
+                for slot in param.slots:
+                    if slot.module not in inside:
+                        needs.setdefault(slot.module, {})[group] = None
+    for module, groups in needs.items():
+        runtime.forward.install(Unit(module, names[module], list(groups)))
+
+
+def _make_records(
+    runtime: Runtime, group: ParamGroup, param_fraction: float, state_fraction: float
+) -> None:
+    config = runtime.config
+    if not group.persistent:
+        tier = Tier(config.params)
+        fraction = param_fraction if tier is Tier.NVME else 0.0
+        group.record = runtime.store.add(
+            RecordSpec(group.name, Field.PARAM, group.nbytes, tier, fraction)
+        )
+    for region in group.regions:
+        if region.trainable and region.layout.dtype == torch.bfloat16:
+            add_state(runtime, group, region, Field.MASTER_LO, torch.int16, state_fraction)
+
+
+def add_state(
+    runtime: Runtime,
+    group: ParamGroup,
+    region: Region,
+    name: Field,
+    dtype: torch.dtype,
+    fraction: float,
+) -> None:
+    """Makes the record of one optimizer state, where the configuration wants it."""
+    if name in region.states or region.layout.numel == 0:
+        return
+    tier = Tier(runtime.config.optimizer)
+    nbytes = round_up(region.layout.numel * dtype.itemsize)
+    label = f"{group.name}[{region.layout.index}]"
+    if tier is Tier.DEVICE:
+        assert runtime.device_store is not None
+        store, spec = runtime.device_store, RecordSpec(label, name, nbytes, Tier.HOST)
+    elif group.small or tier is Tier.HOST:
+        store, spec = runtime.store, RecordSpec(label, name, nbytes, Tier.HOST)
+    else:
+        store, spec = runtime.store, RecordSpec(label, name, nbytes, Tier.NVME, fraction)
+    region.states[name] = StateRecord(store.add(spec), store, dtype)

@@ -1,0 +1,96 @@
+"""Reading and editing optimizer states outside of updates: ``state_dict``, loading, user writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from tiermem.memory.lease import tensor_over
+from tiermem.types import ALIGNMENT, Field, round_up
+from tiermem.zero.group import Region, ShardedParam, StateRecord
+from tiermem.zero.update import UpdatePipeline
+
+
+class StateAccess:
+    """One parameter's part of a state, in chunks through an update slot. Training thread only,
+    and only while no update is under way (`UpdatePipeline.borrow` sees to that)."""
+
+    def __init__(self, pipeline: UpdatePipeline) -> None:
+        self._pipeline = pipeline
+
+    def read(self, region: Region, name: Field, param: ShardedParam) -> torch.Tensor:
+        """A new tensor of the parameter's shape and stride with its state ``name``; zeros if it
+        was never written."""
+        spec = param.segment.spec
+        dtype = region.states[name].dtype
+        result = torch.zeros(spec.numel, dtype=dtype)
+        if name in region.initialised:
+            for part, position in self._parts(region, name, param, write=False):
+                result[position : position + part.numel()] = part
+        return result.as_strided(spec.shape, spec.stride)
+
+    def write(self, region: Region, name: Field, param: ShardedParam, value: torch.Tensor) -> None:
+        """Sets the parameter's state ``name`` from ``value`` (1-D, in the memory order of the
+        parameter)."""
+        self.initialise(region, name)
+        for part, position in self._parts(region, name, param, write=True):
+            part.copy_(value[position : position + part.numel()])
+
+    def edit(
+        self,
+        region: Region,
+        name: Field,
+        param: ShardedParam,
+        change: Callable[[torch.Tensor], object],
+    ) -> None:
+        """Applies ``change`` to the parameter's state ``name``, piece by piece."""
+        for part, _ in self._parts(region, name, param, write=True):
+            change(part)
+
+    def initialise(self, region: Region, name: Field) -> None:
+        """Writes zeros where nothing has been written yet."""
+        if name in region.initialised:
+            return
+        state = region.states[name]
+        if state.record.host_only:
+            address = state.store.view_address(state.record)
+            tensor_over(address, state.record.nbytes)[0].zero_()
+            state.store.mark_written(state.record)
+        else:
+            room = self._pipeline.borrow()
+            room.zero_()
+            step = room.numel() // ALIGNMENT * ALIGNMENT
+            for start in range(0, state.record.nbytes, step):
+                stop = min(start + step, state.record.nbytes)
+                state.store.write(state.record, start, stop, room.data_ptr(), owner=room).wait()
+        region.initialised.add(name)
+
+    def _parts(
+        self, region: Region, name: Field, param: ShardedParam, *, write: bool
+    ) -> Iterator[tuple[torch.Tensor, int]]:
+        """Views of the parameter's state with their first element's number; with ``write`` each is
+        written back after the caller is done with it."""
+        self._pipeline.quiesce()
+        state, segment = region.states[name], param.segment
+        first, last = segment.start * state.dtype.itemsize, segment.stop * state.dtype.itemsize
+        if first == last:
+            return
+        if state.record.host_only:
+            address = state.store.view_address(state.record) + first
+            yield tensor_over(address, last - first)[0].view(state.dtype), 0
+            return
+        yield from self._streamed(state, first, last, write=write)
+
+    def _streamed(
+        self, state: StateRecord, first: int, last: int, *, write: bool
+    ) -> Iterator[tuple[torch.Tensor, int]]:
+        room = self._pipeline.borrow()
+        step = room.numel() // ALIGNMENT * ALIGNMENT
+        for start in range(first // ALIGNMENT * ALIGNMENT, last, step):
+            stop = min(start + step, round_up(last), state.record.nbytes)
+            state.store.read(state.record, start, stop, room.data_ptr(), owner=room).wait()
+            a, b = max(first, start), min(last, stop)
+            yield room[a - start : b - start].view(state.dtype), (a - first) // state.dtype.itemsize
+            if write:
+                state.store.write(state.record, start, stop, room.data_ptr(), owner=room).wait()

@@ -1,0 +1,113 @@
+"""When updates happen: under the next forward (deferred), or inside backward.
+
+[Note: update modes] *Deferred*: gradients are kept; ``step()`` freezes what an update uses, and the
+gather scheduler applies a group's update before anybody sees its parameters. *Backward*: a group is
+updated when its backward is done and no saved tensor of it is alive. A group that is still needed
+then (another graph is alive) keeps its gradients and is updated by ``step()`` like a deferred one;
+both modes run the same pipeline on the same frozen scalars and give the same bits. What a plain
+loop cannot say in advance is refused before anything is updated: ``retain_graph``, a backward
+inside backward (reentrant checkpointing), a second backward before ``step()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from tiermem.errors import StateError
+from tiermem.zero import compat
+from tiermem.zero.group import ParamGroup, ShardedParam
+from tiermem.zero.update import PendingUpdate, UpdateRule
+
+if TYPE_CHECKING:
+    from tiermem.zero.gradients import GroupGradient
+    from tiermem.zero.runtime import Runtime
+
+
+class OptimizerLink(Protocol):
+    """What the runtime needs of an optimizer."""
+
+    @property
+    def rule(self) -> UpdateRule: ...
+
+    def freeze(self, group: ParamGroup, gradient: GroupGradient) -> PendingUpdate:
+        """Counts one step for the parameters with gradients; everything that the update uses."""
+
+
+class UpdateController:
+    """See [Note: update modes]. Training thread (and autograd's)."""
+
+    def __init__(self, runtime: Runtime, *, in_backward: bool) -> None:
+        self._runtime = runtime
+        self.in_backward = in_backward
+        self.owners: dict[ParamGroup, OptimizerLink] = {}
+        self.attach: Callable[..., None] = _no_attach  # set by attach.py, which lies above
+        self.updated: set[ParamGroup] = set()  # since the last step(), inside backward
+
+    def before_gradient(self, param: ShardedParam, *, nested: bool) -> None:
+        """Refuses what cannot be right when updating inside backward."""
+        if not self.in_backward or param.group not in self.owners:
+            return
+        if nested:
+            raise _refused("a backward inside backward (reentrant activation checkpointing)")
+        if param.group in self.updated:
+            raise _refused(f"a second backward before step() (again a gradient of {param.name!r})")
+        if compat.backward_retains_graph():
+            raise _refused("backward(retain_graph=True)")
+
+    def after_backward(self, group: ParamGroup) -> None:
+        """The running backward has accumulated all it will into ``group``."""
+        owner = self.owners.get(group)
+        if not self.in_backward or owner is None or group.handles or group.gradient is None:
+            self._runtime.gradients.park(group)
+            return
+        self.start(group, owner)
+        self.updated.add(group)
+
+    def start(self, group: ParamGroup, owner: OptimizerLink) -> None:
+        """Freezes the update of ``group`` and starts it as soon as there is room."""
+        self.freeze(group, owner)
+        self._runtime.gather.gather(group, demand=True)
+
+    def freeze(self, group: ParamGroup, owner: OptimizerLink) -> None:
+        """From here on the group's gradients belong to its pending update."""
+        if group.pending is not None:
+            self._runtime.gather.apply_pending([group])
+        self._runtime.gather.settle(group)
+        gradient = group.gradient
+        assert gradient is not None
+        group.pending = owner.freeze(group, gradient)
+        group.gradient = None
+        group.version += 1
+
+    def make_trainable(self, param: ShardedParam) -> None:
+        """A parameter that was frozen when its model was sharded is to have gradients: its region
+        gets gradients and states. Not between backward and step."""
+        group = param.group
+        region = group.regions[param.segment.region]
+        if group.gradient is not None:
+            raise StateError(
+                f"{param.name!r} cannot be unfrozen while {group.name!r} has gradients. Remedy: "
+                f"step() or zero_grad() first"
+            )
+        self._runtime.gather.apply_pending([group])
+        region.trainable = True
+        owner = self.owners.pop(group, None)
+        if owner is not None:
+            self.attach(self._runtime, owner, owner.rule, [group])
+
+    def check_discard(self) -> None:
+        """``zero_grad()`` is about to forget gradients."""
+        if self.updated:
+            raise _refused("zero_grad() without step()")
+
+
+def _no_attach(*_: object) -> None:
+    raise StateError("no optimizer was attached")
+
+
+def _refused(what: str) -> StateError:
+    return StateError(
+        f"{what} is not possible with update: 'backward', which updates each group while backward "
+        f"runs. Remedy: update: 'deferred' (the default), which is right for any loop"
+    )
