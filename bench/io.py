@@ -247,22 +247,27 @@ def run_fio(bench: Bench, mode: str, setting: FioSetting, seconds: float) -> Fig
 
 
 def best_fio(bench: Bench, mode: str, huge: bool, seconds: float, full: bool) -> FioSetting:
-    found: list[tuple[float, FioSetting]] = []
+    """The grid once, with huge pages where there are some; then the best few again."""
+    found: dict[FioSetting, list[float]] = {}
 
     def attempt(setting: FioSetting) -> None:
         figures = run_fio(bench, mode, setting, seconds)
         if figures is not None:
-            found.append((figures.gb_per_s, setting))
+            found.setdefault(setting, []).append(figures.gb_per_s)
+
+    def mean(setting: FioSetting) -> float:
+        return statistics.mean(found[setting])
 
     for setting in fio_grid(full):
+        attempt(dataclasses.replace(setting, memory="shmhuge") if huge else setting)
+    leading = sorted(found, key=mean, reverse=True)[:3]
+    for setting in leading if found else fio_grid(full):
         attempt(setting)
     if not found:
         raise SystemExit("fio runs in no setting on this file; use --against none")
-    found.sort(key=lambda item: item[0], reverse=True)
-    if huge:
-        for _, setting in found[:4]:
-            attempt(dataclasses.replace(setting, memory="shmhuge"))
-    return max(found, key=lambda item: item[0])[1]
+    if leading and huge:
+        attempt(dataclasses.replace(leading[0], memory="malloc"))
+    return max(found, key=mean)
 
 
 @contextlib.contextmanager

@@ -128,12 +128,12 @@ def run_tiermem(spec: dict[str, Any], memory: Memory) -> dict[str, Any]:
         result |= memory.fields()
         rt.drain()
         stats = rt.stats()
-        result["host_budget_bytes"] = stats.host.budget_bytes
-        result["host_peak_bytes"] = stats.host.peak_bytes
-        result["device_budget_bytes"] = stats.device.budget_bytes
-        result["device_peak_bytes"] = stats.device.peak_bytes
+        result["host_budget_bytes"] = stats.host.budget
+        result["host_peak_bytes"] = stats.host.peak
+        result["device_budget_bytes"] = stats.device.budget
+        result["device_peak_bytes"] = stats.device.peak
         result["state_bytes"] = {name: dict(tiers) for name, tiers in stats.placement.items()}
-        result["direct"] = all(path.direct for path in stats.paths)
+        result["direct"] = stats.direct
         if spec["hash"]:
             result["state_hash"] = hash_states(model, optimizer)
     return result

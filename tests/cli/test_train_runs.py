@@ -28,7 +28,7 @@ TINY = (
 def _command(directory: Path, *arguments: str) -> list[str]:
     return [
         *(sys.executable, "-m", "tiermem.cli", "train", *TINY),
-        *("--path", str(directory), "--host-memory", "16MiB"),
+        *("--path", str(directory), "--host-memory", "16MiB", "--resident-memory", "0"),
         *arguments,
     ]
 

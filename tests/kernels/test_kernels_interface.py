@@ -43,6 +43,18 @@ def test_adding_into_bf16_is_refused_by_the_core() -> None:
     assert lib.tm_accumulate(*arguments, 7, 0, ffi.NULL) == -22
 
 
+def test_core_applies_decay_only_where_told() -> None:
+    native = pytest.importorskip("tiermem._native")
+    ffi, lib = native.ffi, native.lib
+    for isa in range(lib.tm_isa_best() + 1):
+        for has_decay, expected in ((0, 2.0), (1, 1.0)):
+            hyper = ffi.new("tm_adamw *", {"decay": 0.5, "has_decay": has_decay, "eps": 1.0})
+            hyper.bias_correction2_sqrt = 1.0
+            param, zeros = ffi.new("float[37]", [2.0] * 37), ffi.new("float[37]")
+            assert lib.tm_adamw_fp32(ffi.NULL, isa, hyper, 37, param, zeros, zeros, zeros) == 0
+            assert list(param) == [expected] * 37
+
+
 def test_core_refuses_unknown_numbers() -> None:
     native = pytest.importorskip("tiermem._native")
     ffi, lib = native.ffi, native.lib

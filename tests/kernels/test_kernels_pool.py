@@ -6,6 +6,8 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,8 +32,10 @@ FORK = """
         while not stop.is_set():
             kernels.accumulate(other, source, add=False)
 
-    busy = threading.Thread(target=keep_busy)
-    busy.start()
+    # While one is inside others wait for its locks, without the GIL.
+    busy = [threading.Thread(target=keep_busy) for _ in range(3)]
+    for thread in busy:
+        thread.start()
     for _ in range(10):
         child = os.fork()
         if child == 0:
@@ -40,7 +44,8 @@ FORK = """
             os._exit(0 if right else 1)
         assert os.waitpid(child, 0)[1] == 0
     stop.set()
-    busy.join()
+    for thread in busy:
+        thread.join()
     assert norm(kernels) == expected
     kernels.close()
     print("done")
@@ -80,15 +85,19 @@ def test_callers_take_turns(native: dict[str, Kernels]) -> None:
 
 def test_opening_and_closing_leaves_no_threads(native: dict[str, Kernels]) -> None:
     def count() -> int:
-        with open("/proc/self/status") as status:
-            return next(int(line.split()[1]) for line in status if line.startswith("Threads:"))
+        names = [task / "comm" for task in Path("/proc/self/task").iterdir()]
+        return sum(name.exists() and name.read_text() == "tm_kernel\n" for name in names)
 
     before = count()
     for _ in range(20):
         with open_kernels("auto", 4) as kernels:
             kernels.accumulate(torch.zeros(300_000), torch.zeros(300_000), add=True)
             assert count() == before + 3
-    assert count() == before
+        # A joined thread may be listed for a moment longer.
+        deadline = time.monotonic() + 10
+        while count() != before and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert count() == before
 
 
 def test_unclosed_kernels_warn(native: dict[str, Kernels]) -> None:

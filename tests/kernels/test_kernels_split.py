@@ -14,8 +14,8 @@ STEP = AdamWStep(1e-2, 0.9, 0.95, 1e-8, 0.1, 2, grad_scale=0.5)
 ONE_NAN = 0x7FC00000
 EDGES = [
     0x00000000, 0x80000000, 0x00000001, 0x80000001, 0x007FFFFF, 0x00800000, 0x00007FFF, 0x00008000,
-    0x00008001, 0x80008000, 0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001, 0xBF808000, 0xBFFF8000, 0x7F7FFFFF,
-    0xFF7FFFFF, 0x7F7F7FFF, 0x7F7F8000, 0xFF7F8000, 0x7F800000, 0xFF800000,
+    0x00008001, 0x80008000, 0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001, 0xBF808000, 0xBFFF8000,
+    0x7F7FFFFF, 0xFF7FFFFF, 0x7F7F7FFF, 0x7F7F8000, 0xFF7F8000, 0x7F800000, 0xFF800000,
 ]  # fmt: skip
 NANS = [0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FFF8000, 0xFFFF8000, 0x7FC00000, 0xFFC00000]
 
@@ -113,14 +113,24 @@ def test_update_is_the_fp32_update(opened: dict[str, Kernels], grad_dtype: torch
         assert torch.equal(halves[0].isnan(), whole[0].isnan())
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_bad_gradient_shows(opened: dict[str, Kernels], value: float) -> None:
-    """It must end as NaN in the compute copy, on every element of a vector and in the tail."""
-    grad = torch.full((37,), value)
+@pytest.mark.parametrize(
+    ("where", "bits"),
+    [
+        *((where, bits) for where in ("exp_avg", "exp_avg_sq", "grad") for bits in NANS),
+        ("grad", 0x7F800000),
+        ("grad", 0xFF800000),
+    ],
+)
+def test_a_bad_input_shows(opened: dict[str, Kernels], where: str, bits: int) -> None:
+    """NaN anywhere, whatever its payload, and an infinite gradient end as NaN in the compute copy:
+    on every element of a vector and in the tail."""
     for kernels in opened.values():
         hi, lo = split(kernels, torch.ones(37))
-        kernels.adamw_split(STEP, hi, lo, torch.zeros(37), torch.zeros(37), grad)
-        assert hi.isnan().all(), kernels.name
+        inputs = {name: torch.zeros(37) for name in ("exp_avg", "exp_avg_sq", "grad")}
+        inputs[where] = from_bits([bits] * 37)
+        kernels.adamw_split(STEP, hi, lo, *inputs.values())
+        assert hi.view(torch.int16).tolist() == [0x7FC0] * 37, kernels.name
+        assert lo.tolist() == [0] * 37
 
 
 def test_many_steps_keep_the_remainder(best: Kernels) -> None:

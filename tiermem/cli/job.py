@@ -53,7 +53,7 @@ class TrainJob:
 
     def tier_config(self) -> TierConfig:
         """The configuration file, overridden by the command line, completed by defaults."""
-        values: dict[str, Any] = {"params": "nvme", "optimizer": "nvme"}
+        values: dict[str, Any] = {"params": "nvme", "optimizer": "nvme", "compute_dtype": "bf16"}
         if self.config_file is not None:
             given = _read_json(self.config_file)
             if not isinstance(given, dict):

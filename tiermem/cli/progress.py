@@ -48,7 +48,7 @@ class StepReport:
 
 
 def _of(memory: Any) -> str:
-    return f"{format_bytes(memory.used_bytes)}/{format_bytes(memory.budget_bytes)}"
+    return f"{format_bytes(memory.used)}/{format_bytes(memory.budget)}"
 
 
 class ProgressView(Protocol):

@@ -72,7 +72,7 @@ def train_options(job: TrainJob, config: TierConfig) -> TrainOptions:
     if job.cosine or job.warmup:
         schedule = warmup_cosine(job.steps, job.warmup, floor=0.1 if job.cosine else 1.0)
     return TrainOptions(
-        precision=config.compute_dtype,
+        precision=config.compute_dtype or "fp32",
         learning_rate=job.learning_rate,
         weight_decay=job.weight_decay,
         clip=config.gradient_clipping or None,
@@ -205,7 +205,7 @@ class _Loop:
 
 
 def _refuse_check_without_memory(model: GPTConfig, config: TierConfig) -> None:
-    needed = model.num_parameters * REFERENCE_BYTES_PER_PARAMETER[config.compute_dtype]
+    needed = model.num_parameters * REFERENCE_BYTES_PER_PARAMETER[config.compute_dtype or "fp32"]
     available = psutil.virtual_memory().available
     if needed > available:
         raise ConfigError(

@@ -33,9 +33,14 @@ class Priority(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class QueueOptions:
-    """How one path queue submits. Sizes in bytes, depths in chunks."""
+    """How one path queue submits. Sizes in bytes, depths in chunks.
 
-    chunk_bytes: int = 1 << 20
+    Equal depths let reads and writes share a drive evenly. 32 MiB in flight per direction kept a
+    drive of 3 GB/s busy while other threads took all processors; with half of it, it idled now and
+    then. More makes a demand read wait longer.
+    """
+
+    chunk_bytes: int = 2 << 20
     read_depth: int = 16
     write_depth: int = 16
 

@@ -77,7 +77,8 @@ class Kernels(Protocol):
     ) -> None:
         """One AdamW update of fp32 ``param`` and its fp32 moments from an fp32 gradient.
 
-        Bit-equal to the vector path of ``torch.optim.AdamW(fused=True)`` on the CPU.
+        Bit-equal to the vector path of ``torch.optim.AdamW(fused=True)`` on a CPU with AVX2 or
+        AVX-512; the tails of torch's slices differ from it, and so from this, by an ulp.
         """
 
     def adamw_split(

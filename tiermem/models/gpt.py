@@ -81,7 +81,7 @@ def _usual_depth(hidden: int) -> float:
     for (low, low_depth), (high, high_depth) in pairwise(known):
         if hidden <= high:
             share = math.log(hidden / low) / math.log(high / low)
-            return low_depth * (high_depth / low_depth) ** share
+            return float(low_depth * (high_depth / low_depth) ** share)
     return float(known[-1][1])
 
 

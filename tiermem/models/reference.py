@@ -50,7 +50,7 @@ class ReferenceTrainer:
         init_model(model, options.seed)
         self.model: nn.Module = model.to(self.device)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.masters = parameters
+        self.masters: list[torch.Tensor] = list(parameters)
         if options.precision == "bf16":
             self.masters = [p.detach().clone() for p in parameters]
             self.model.to(torch.bfloat16)
@@ -94,7 +94,7 @@ class ReferenceTrainer:
     def step(self, batch: Batch) -> float:
         """One training step; its loss."""
         loss = self.forward(batch)
-        loss.backward()
+        torch.autograd.backward(loss)
         self.update()
         return float(loss.detach())
 

@@ -52,6 +52,7 @@ class GatherScheduler:
         self.by_address: dict[int, ParamGroup] = {}
         self._traces: dict[bool, UseTrace] = {}
         self.trace = UseTrace()
+        self.lingering: set[ParamGroup] = set()  # see [Note: held parameters]
         self._lease_writes: deque[Transfer] = deque()
         self._images: dict[ParamGroup, tuple[torch.Tensor, Block]] = {}
         self.stall_seconds = 0.0
@@ -226,6 +227,11 @@ class GatherScheduler:
             if lease is not None:
                 return lease
             self.poll()
+            if self.lingering:
+                self._sweep_lingering()
+                lease = self.pool.lend(group.nbytes, group.name)
+                if lease is not None:
+                    return lease
             victim = self._victim(group, demand=demand)
             if victim is not None:
                 self.drop(victim)
@@ -238,6 +244,11 @@ class GatherScheduler:
                 collected = bool(gc.collect() or True)
                 continue
             raise BudgetError(self._full_message(group))
+
+    def _sweep_lingering(self) -> None:
+        for group in list(self.lingering):
+            if group.state is ShardedState.UNSHARDED or group.detach():
+                self.lingering.discard(group)
 
     def _victim(self, wanted: ParamGroup, *, demand: bool) -> ParamGroup | None:
         distance = self.trace.distance()

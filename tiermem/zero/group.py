@@ -10,11 +10,18 @@ that ``torch.func.functional_call`` is exact.
 [Note: lost writes] The lease is the truth while the group holds it. Writes by the user bump the
 real parameter's version counter (views share it), so comparing versions before the lease is
 dropped finds them all; see `GatherScheduler.settle`.
+
+[Note: held parameters] Some code keeps the real parameter object itself beyond its forward:
+torch.utils.checkpoint keeps frozen weights of a recompute, a custom autograd function may stash a
+weight on its context. Such an object must not lose its values under the holder. Every parameter's
+Python reference count is noted when it is adopted; a parameter with more references at reshard
+keeps its view of the lease (which therefore waits) and is detached later, when they are gone.
 """
 
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -73,7 +80,18 @@ class Slot:
 class ShardedParam:
     """One parameter of a group: the real one, its placeholder and the slots that name it."""
 
-    __slots__ = ("group", "index", "name", "placeholder", "real", "slots", "steps", "version", "_hooks")
+    __slots__ = (
+        "_hooks",
+        "_references",
+        "group",
+        "index",
+        "name",
+        "placeholder",
+        "real",
+        "slots",
+        "steps",
+        "version",
+    )
 
     def __init__(self, group: ParamGroup, index: int, name: str, real: nn.Parameter) -> None:
         self.group = group
@@ -84,6 +102,7 @@ class ShardedParam:
         self.version = 0  # of ``real`` when lease and store last agreed
         self.steps = 0  # optimizer updates of this parameter
         self._hooks: Any = None
+        self._references = sys.maxsize
         self.placeholder = Placeholder(self)
 
     @property
@@ -94,10 +113,24 @@ class ShardedParam:
     def spec(self) -> ParamSpec:
         return self.segment.spec
 
+    def note_references(self) -> None:
+        """Takes the present reference count as that of nobody but us."""
+        self._references = sys.getrefcount(self.real)
+
+    @property
+    def held(self) -> bool:
+        """Whether somebody else keeps the real parameter; see [Note: held parameters]. While a
+        graph is alive, autograd's accumulator of a trainable parameter counts as one more."""
+        return sys.getrefcount(self.real) > self._references + self.real.requires_grad
+
     def listen(self) -> None:
-        """(Re-)registers our accumulation hook as the last one, so that users' see the gradient."""
+        """(Re-)registers our accumulation hook as the last one, so that users' see the gradient.
+        torch takes hooks on parameters with ``requires_grad`` only."""
         if self._hooks is not None:
             self._hooks.remove()
+            self._hooks = None
+        if not self.real.requires_grad:
+            return
         runtime = self.group.runtime
         self._hooks = self.real.register_post_accumulate_grad_hook(
             lambda _: runtime.backward.on_gradient(self)
@@ -137,6 +170,8 @@ class ShardedParam:
         if value and not self.group.regions[self.segment.region].trainable:
             self.group.runtime.updates.make_trainable(self)
         self.real.requires_grad_(value)
+        if self._hooks is None:
+            self.listen()
         with compat.disable_torch_function():
             torch.Tensor.requires_grad_(self.placeholder, value)
 
@@ -236,11 +271,17 @@ class ParamGroup:
                     spec.shape, spec.stride, views[segment.region].storage_offset() + segment.start
                 )
 
-    def detach(self) -> None:
-        """Real parameters give up the lease; see [Note: swapping]."""
+    def detach(self) -> bool:
+        """Real parameters give up the lease; False if some are held (see [Note: held parameters])
+        and have to give it up later."""
+        complete = True
         with torch.inference_mode(False), torch.no_grad():
             for param in self.params:
-                param.real.data = absent(param.spec, param.real.device)
+                if param.held:
+                    complete = False
+                else:
+                    param.real.data = absent(param.spec, param.real.device)
+        return complete
 
     def swap_in(self) -> None:
         self.attach()
@@ -253,7 +294,8 @@ class ParamGroup:
         for param in self.params:
             for slot in param.slots:
                 slot.put(param.placeholder, param.real)
-        self.detach()
+        if not self.detach():
+            self.runtime.gather.lingering.add(self)
         self.move(ShardedState.GATHERING)
 
     def mark_clean(self) -> None:

@@ -93,13 +93,14 @@ class Filler:
         groups: list[ParamGroup],
         names: dict[nn.Module, str],
         initialise: Init,
+        images: dict[ParamGroup, torch.Tensor],
     ) -> None:
         self._runtime = runtime
         self._unit = unit
         self._groups = groups
         self._names = names
         self._initialise = initialise
-        self._images: dict[ParamGroup, torch.Tensor] = {}
+        self._images = images
         self._remainders: dict[tuple[ParamGroup, int], torch.Tensor] = {}
         self._blocks: list[Block] = []
         by_name = {segment.spec.name: (group, index)
@@ -110,7 +111,8 @@ class Filler:
     def fill(self) -> None:
         try:
             for group in self._groups:
-                self._images[group] = self._runtime.gather.open_for_fill(group)
+                if group not in self._images:
+                    self._images[group] = self._runtime.gather.open_for_fill(group)
             for planned in self._unit.params:
                 if id(planned.param) in self._reals:
                     continue
@@ -120,8 +122,9 @@ class Filler:
                     self._store(planned.param, planned.param.detach())
                     self._reals[id(planned.param)] = planned.param
             self._adopt()
+            self._reals.clear()
             for group in self._groups:
-                self._runtime.gather.close_fill(group, self._images[group])
+                self._runtime.gather.close_fill(group, self._images.pop(group))
             self._write_remainders()
         finally:
             self._remainders.clear()

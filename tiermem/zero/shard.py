@@ -51,12 +51,19 @@ def shard(
     for group in made:
         _make_records(runtime, group, host.param_fraction, host.state_fraction)
     runtime.groups.extend(made)
+    images = {  # leases that stay come first, side by side, so that they leave one hole, not many
+        group: runtime.gather.open_for_fill(group) for group in made if group.persistent
+    }
     for index, unit in enumerate(units):
         mine = [g for g, planned in zip(made, groups, strict=True) if planned.unit == index]
-        Filler(runtime, unit, mine, names, initialise).fill()
+        Filler(runtime, unit, mine, names, initialise, images).fill()
     materialise_buffers(model, names, initialise, runtime.device)
     _install_hooks(runtime, units, groups, made, names)
     install_guards(model, made)
+    del units, groups  # they refer to the parameters, whose references are counted now
+    for group in made:
+        for param in group.params:
+            param.note_references()
     return model
 
 
