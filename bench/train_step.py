@@ -316,11 +316,14 @@ def timing_fields(
         "read_bytes_per_param": read,
         "written_bytes_per_param": written,
     }
-    if begin["device"] and end["device"]:
+    # The device's counters have everyone's bytes; the process's tell whether others were at it.
+    for source, label in (("device", "block_device"), ("process", "process")):
+        if not (begin[source] and end[source]):
+            continue
         for index, (name, value) in enumerate((("read", read), ("written", written))):
-            counted = (end["device"][index] - begin["device"][index]) / per_step
-            fields[f"block_device_{name}_bytes_per_param"] = counted
-            fields[f"{name}_agreement"] = value / counted if counted else None
+            counted = (end[source][index] - begin[source][index]) / per_step
+            fields[f"{label}_{name}_bytes_per_param"] = counted
+            fields[f"{label}_{name}_agreement"] = value / counted if counted else None
     if not compute_runs:
         return fields
     measured = [medians(run["marks"], options.steps) for run in compute_runs]

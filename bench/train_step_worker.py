@@ -63,6 +63,12 @@ def device_counters(directory: str) -> tuple[int, int] | None:
     return int(fields[2]) * SECTOR_BYTES, int(fields[6]) * SECTOR_BYTES
 
 
+def process_counters() -> tuple[int, int]:
+    """Bytes (read, written) that this process caused on any block device, by the kernel's count."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["read_bytes"]), int(fields["write_bytes"])
+
+
 def float_bits(value: float) -> int:
     return int(struct.unpack("<I", struct.pack("<f", value))[0])
 
@@ -148,6 +154,7 @@ def _snapshot(rt: Any, spec: dict[str, Any]) -> dict[str, Any]:
         "written_bytes": stats.written_bytes,
         "stall_seconds": stats.stall_seconds,
         "device": counters,
+        "process": process_counters(),
     }
 
 

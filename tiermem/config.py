@@ -30,9 +30,9 @@ class IOConfig(_Strict):
 
     backend: Literal["auto", "libaio", "threads"] = "auto"
     direct: bool = Default(True, description="O_DIRECT; falls back to buffered, said once")
-    chunk_bytes: ByteSize = Default(ByteSize(1 << 20), ge=4096, le=1 << 30, multiple_of=4096)
+    chunk_bytes: ByteSize = Default(ByteSize(2 << 20), ge=4096, le=1 << 30, multiple_of=4096)
     read_depth: int = Default(16, ge=1, le=1024)
-    write_depth: int = Default(8, ge=1, le=1024)
+    write_depth: int = Default(16, ge=1, le=1024)
 
 
 class TierConfig(_Strict):
@@ -53,7 +53,7 @@ class TierConfig(_Strict):
     )
     device_memory: ByteSize | None = Default(None, gt=0, description="budget for gathered parameters")
     resident_memory: ByteSize | None = Default(
-        None, ge=0, description="host memory that keeps parts of NVMe records; default: all that is left"
+        None, ge=0, description="host memory that keeps parts of NVMe records; default: all there is"
     )
     update: Update | None = Default(
         None, description="default: 'backward' if one micro-step and no clipping are declared"

@@ -13,9 +13,9 @@ import pytest
 
 TINY = (
     "--layers",
-    "3",
+    "4",
     "--hidden",
-    "128",
+    "384",
     "--context",
     "64",
     "--sequence-length",

@@ -10,7 +10,6 @@ import warnings
 from typing import Any
 
 import tiermem._native as _native
-
 from tiermem.io import checks
 from tiermem.io.base import EngineStats, Fault, Op, Priority, QueueOptions
 from tiermem.io.request import Outcome, PendingRequest
@@ -171,11 +170,13 @@ class LibaioEngine:
 
     def close(self) -> None:
         """Drains, joins the threads and gives their descriptors back. Idempotent."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        lib.tm_engine_close(self._handle)  # -ECHILD in a forked child: nothing of ours to close
+        if self._pid != os.getpid():
+            self._closed = True  # a forked child has no threads to join, and the lock may be held
+            return
+        with self._lock:  # held throughout: a second caller returns when all is drained, too
+            if not self._closed:
+                self._closed = True
+                lib.tm_engine_close(self._handle)
 
     def __enter__(self) -> LibaioEngine:
         return self

@@ -329,8 +329,9 @@ class ThreadsEngine:
     def add_queue(self, options: QueueOptions) -> int:
         """A new path queue; its number."""
         checks.check_options(options)
-        self._check()
+        self._check()  # first without the lock, which may have been held when this child forked
         with self._lock:
+            self._check()
             self._queues.append(_PathQueue(options, self._faults))
             return len(self._queues) - 1
 
@@ -405,14 +406,12 @@ class ThreadsEngine:
         if self._pid != os.getpid():
             self._closed = True  # a forked child has no threads to join
             return
-        with self._lock:
-            if self._closed:
-                return
+        with self._lock:  # held throughout: a second caller returns when all is drained, too
             self._closed = True
-        for queue in self._everything():
-            queue.stop()
-        for queue in self._everything():
-            queue.join()
+            for queue in self._everything():
+                queue.stop()
+            for queue in self._everything():
+                queue.join()
 
     def __enter__(self) -> ThreadsEngine:
         return self

@@ -56,9 +56,7 @@ class LeasePool(Protocol):
     def close(self) -> None: ...
 
 
-def tensor_over(
-    address: int, nbytes: int, keep: object = None
-) -> tuple[torch.Tensor, object]:
+def tensor_over(address: int, nbytes: int, keep: object = None) -> tuple[torch.Tensor, object]:
     """A uint8 tensor over foreign memory, and the exporter that lives as long as any view; it
     keeps ``keep`` alive."""
     exporter: Any = (ctypes.c_ubyte * nbytes).from_address(address)

@@ -14,8 +14,8 @@ from tiermem.errors import ConfigError, StateError
 from tiermem.kernels import AdamWStep, Kernels
 from tiermem.optim.state import LazyState, LazyStates
 from tiermem.types import Field
-from tiermem.zero.attach import attach_optimizer
 from tiermem.zero.access import full_master, set_full_master
+from tiermem.zero.attach import attach_optimizer
 from tiermem.zero.gradients import GroupGradient, flatten_like
 from tiermem.zero.group import ParamGroup, ShardedParam
 from tiermem.zero.placeholder import Placeholder
@@ -76,7 +76,7 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         _check_hyper(float(lr), betas, eps, weight_decay)
         if amsgrad:
-            raise ConfigError("amsgrad=True is not supported: it keeps a third moment; use amsgrad=False")
+            raise ConfigError("amsgrad=True is not supported (a third moment); use amsgrad=False")
         self._rule = AdamWRule()
         self._runtime = runtime
         self._clip_factor = 1.0
@@ -84,10 +84,16 @@ class AdamW(torch.optim.Optimizer):
         self._option_group: dict[ShardedParam, int] = {}  # index into param_groups
         self._frozen_scalars: dict[ParamGroup, dict[int, AdamWStep]] = {}
         defaults = {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize,
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
         }
         super().__init__(params, defaults)
-        self.state = LazyStates(self._all_params, self._state_of)  # type: ignore[assignment]
+        self.state = LazyStates(  # type: ignore[assignment]
+            self._all_params, self._state_of
+        )
 
     # ---- parameters
 
@@ -121,8 +127,8 @@ class AdamW(torch.optim.Optimizer):
                     break
             else:
                 raise StateError(
-                    "none of these parameters is sharded. Remedy: model = tiermem.shard(model, runtime) "
-                    "before the optimizer is made, or torch.optim.AdamW for ordinary parameters"
+                    "none of these parameters is sharded. Remedy: tiermem.shard(model, runtime) before "
+                    "the optimizer is made, or torch.optim.AdamW for ordinary parameters"
                 )
         return self._runtime
 
@@ -136,7 +142,7 @@ class AdamW(torch.optim.Optimizer):
 
     # ---- the step
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one step with the gradients accumulated so far; see the class."""
         loss = None
         if closure is not None:
@@ -180,8 +186,12 @@ class AdamW(torch.optim.Optimizer):
         beta1, beta2 = options["betas"]
         sign = -1.0 if options["maximize"] else 1.0
         return AdamWStep(
-            lr=float(options["lr"]), beta1=float(beta1), beta2=float(beta2), eps=float(options["eps"]),
-            weight_decay=float(options["weight_decay"]), step=step,
+            lr=float(options["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(options["eps"]),
+            weight_decay=float(options["weight_decay"]),
+            step=step,
             grad_scale=sign * self._clip_factor,
         )
 

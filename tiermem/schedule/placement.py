@@ -73,7 +73,6 @@ def slot_bytes(sub_group_numel: int, state_itemsize: int, grad_itemsize: int) ->
 def plan_host(groups: Sequence[GroupSize], request: HostRequest) -> HostPlan:
     """Divides ``request.budget``. Raises `BudgetError` with the smallest budget that works."""
     fixed = _fixed_bytes(groups, request)
-    per_element = request.state_itemsize + request.grad_itemsize
     streams = [g for g in groups if g.trainable_numel and not g.persistent]
     largest = max((g.trainable_numel for g in streams), default=0)
     needs_slots = bool(streams) and (request.optimizer is Tier.NVME or request.spill_allowed)
@@ -106,7 +105,9 @@ def plan_host(groups: Sequence[GroupSize], request: HostRequest) -> HostPlan:
     if must_keep:
         free -= all_kept
     elif staging_bytes:
-        num_staging = max(1, min(PREFERRED_STAGING, len(streams), int(free * 0.6) // staging_bytes))
+        # What comes now may leave some for residents; once those are paid, all of it is ours.
+        share = 0.6 if request.params is not Tier.DEVICE else 1.0
+        num_staging = max(1, min(PREFERRED_STAGING, len(streams), int(free * share) // staging_bytes))
         free -= num_staging * staging_bytes
     return _with_residents(
         groups,
@@ -160,11 +161,10 @@ def _choose_slots(
         num -= 1
     while num * slot_bytes(sub_group, request.state_itemsize, request.grad_itemsize) > free:
         if request.sub_group_numel is not None or sub_group <= smallest_sub_group:
+            needed = num * slot_bytes(sub_group, request.state_itemsize, request.grad_itemsize)
             raise BudgetError(
-                f"sub_group_numel {sub_group} needs "
-                f"{format_bytes(num * slot_bytes(sub_group, request.state_itemsize, request.grad_itemsize))}"
-                f" of host memory in {num} slots, {format_bytes(free)} are free; lower "
-                f"sub_group_numel or raise host_memory"
+                f"sub_group_numel {sub_group} needs {format_bytes(needed)} of host memory in {num} "
+                f"slots, {format_bytes(free)} are free; lower sub_group_numel or raise host_memory"
             )
         sub_group = max(smallest_sub_group, sub_group // 2 // ALIGNMENT * ALIGNMENT)
     return sub_group, num

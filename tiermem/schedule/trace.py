@@ -30,9 +30,7 @@ class UseTrace:
         """Group ``group`` is used now."""
         position = len(self._current)
         self._current.append(group)
-        if self._following and (
-            position >= len(self._recorded) or self._recorded[position] != group
-        ):
+        if self._following and (position >= len(self._recorded) or self._recorded[position] != group):
             self._following = False
             self.mismatches += 1
 

@@ -6,9 +6,6 @@ from collections.abc import Sequence
 
 from tiermem.errors import StateError
 from tiermem.schedule.placement import plan_host
-from tiermem.store.records import RecordSpec
-from tiermem.types import Field, Tier
-from tiermem.zero.gradients import gradient_bytes
 from tiermem.zero.group import ParamGroup
 from tiermem.zero.plan import existing_size, host_request, slot_itemsizes
 from tiermem.zero.runtime import Runtime
@@ -48,11 +45,16 @@ def attach_optimizer(
         runtime.pipeline.configure(plan.num_slots, plan.slot_bytes, plan.sub_group_numel)
     if plan.num_staging:
         runtime.gradients.add_staging(plan.num_staging, plan.staging_bytes)
+    runtime.gradients.may_widen = (
+        not runtime.updates.in_backward and config.gradient_accumulation_steps != 1
+    )
     runtime.gradients.start_wide = (config.gradient_accumulation_steps or 1) > 1
     for index, group in enumerate(groups):
         _make_records(runtime, rule, group, plan.state_fraction)
         if index not in plan.kept_gradients and group.trainable_numel and plan.num_staging:
-            _make_gradient_record(runtime, group)
+            group.stages_gradients = True
+            if not runtime.updates.in_backward:
+                runtime.gradients.add_record(group)
         runtime.updates.owners[group] = owner
 
 
@@ -61,17 +63,3 @@ def _make_records(runtime: Runtime, rule: UpdateRule, group: ParamGroup, fractio
         if region.trainable:
             for name, dtype in rule.state_fields(region.layout.dtype):
                 add_state(runtime, group, region, name, dtype, fraction)
-
-
-def _make_gradient_record(runtime: Runtime, group: ParamGroup) -> None:
-    """Room on NVMe for gradients that are kept until a deferred update; inside backward they are
-    used from their staging buffer and never written."""
-    config = runtime.config
-    if runtime.updates.in_backward:
-        group.stages_gradients = True
-        return
-    wide = config.gradient_accumulation_steps != 1
-    group.gradient_record = runtime.store.add(
-        RecordSpec(group.name, Field.GRAD, gradient_bytes(group, wide), Tier.NVME)
-    )
-    group.stages_gradients = True

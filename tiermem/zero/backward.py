@@ -148,8 +148,7 @@ class BackwardTracker:
         self._runtime.updates.before_gradient(param, nested=nested)
         self._runtime.gradients.accumulate(param, gradient.detach())
         self._accumulated.setdefault(group, set()).add(param.index)
-        if group in self._live:
-            self._finish_if_done(group)
+        self._finish_if_done(group)
 
     def _sweep(self, current: ParamGroup) -> None:
         """Gives up what has become done without a gradient to tell (frozen groups)."""

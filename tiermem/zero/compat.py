@@ -20,12 +20,12 @@ def current_graph_task_id() -> int:
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:
     """Runs ``callback`` when the current graph task has finished without an error."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def top_saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """The innermost active (pack, unpack) pair, if any."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks if hooks else None
 
 
@@ -43,7 +43,7 @@ def make_wrapper(
     requires_grad: bool,
 ) -> Any:
     """A tensor of subclass ``cls`` with this metadata and no storage."""
-    return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    return torch.Tensor._make_wrapper_subclass(
         cls, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
     )
 
@@ -81,7 +81,6 @@ def is_executing(frame: FrameType | None) -> bool:
             return True
         current = current.f_back
     return False
-
 
 
 def called_from_module_apply() -> bool:

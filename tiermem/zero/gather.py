@@ -115,7 +115,11 @@ class GatherScheduler:
         group.move(ShardedState.GATHERING)
         try:
             group.transfer = self._store.read(
-                group.record, 0, group.nbytes, image.data_ptr(), owner=image,
+                group.record,
+                0,
+                group.nbytes,
+                image.data_ptr(),
+                owner=image,
                 priority=Priority.DEMAND if demand else Priority.BACKGROUND,
             )
         except BaseException:
@@ -123,7 +127,8 @@ class GatherScheduler:
             raise
 
     def _start_update(self, group: ParamGroup) -> None:
-        assert group.pending is not None and group.lease is not None
+        assert group.pending is not None
+        assert group.lease is not None
         if self._addressable:
             image = group.lease.tensor
         elif group in self._images:
@@ -183,8 +188,8 @@ class GatherScheduler:
             group.job = None
             if job.written:
                 self._runtime.mark_torn(error)
-            elif not group.persistent and group.record is not None and group.uses == 0:
-                self._forget(group)
+            elif group.record is not None and group.state is not ShardedState.UNSHARDED:
+                self._forget(group)  # the update stays pending and can be tried again
             raise
         self._lease_writes.extend(job.writes)
         group.job = group.transfer = group.pending = None

@@ -24,15 +24,16 @@ from tiermem.io.base import Priority
 from tiermem.kernels import Kernels
 from tiermem.memory.arena import Arena, Block
 from tiermem.memory.lease import tensor_over
+from tiermem.store.records import RecordSpec
 from tiermem.store.store import TieredStore
 from tiermem.store.transfer import Transfer
-from tiermem.types import Purpose, format_bytes, round_up
+from tiermem.types import Field, Purpose, Tier, format_bytes, round_up
 
 if TYPE_CHECKING:
     from tiermem.zero.group import ParamGroup, Region, ShardedParam
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class GroupGradient:
     """The gradients of one group. ``tensor`` is None while they are on NVMe only.
 
@@ -96,6 +97,8 @@ class GradientStore:
         self._arena = arena
         self._kernels = kernels
         self.start_wide = False  # several micro-steps are declared
+        self.may_widen = True  # one micro-step is not declared
+        self._holding: dict[GroupGradient, None] = {}  # of staging buffers
         self._kept_free: dict[tuple[ParamGroup, bool], Block] = {}
         self._staging: deque[Block] = deque()
         self._spilling: deque[GroupGradient] = deque()
@@ -172,10 +175,15 @@ class GradientStore:
             return
         self._place(own)
         if own.present:
-            assert own.group.gradient_record is not None and own.block is not None
+            assert own.group.gradient_record is not None
+            assert own.block is not None
             own.transfer = self._store.read(
-                own.group.gradient_record, 0, own.nbytes, own.block.address,
-                owner=own.tensor, priority=Priority.DEMAND,
+                own.group.gradient_record,
+                0,
+                own.nbytes,
+                own.block.address,
+                owner=own.tensor,
+                priority=Priority.DEMAND,
             )
             self.finish_transfer(own)
 
@@ -202,6 +210,7 @@ class GradientStore:
         else:
             block = self._take_staging(nbytes)
             own.staged = True
+            self._holding[own] = None
         own.block = block
         own.tensor, _ = tensor_over(block.address, round_up(nbytes))
 
@@ -210,12 +219,10 @@ class GradientStore:
         while not self._staging:
             if self._spilling:
                 self.finish_transfer(self._spilling[0])
-            elif self.wait_for_release():
-                continue
-            elif not self._staging:
+            elif not self.wait_for_release() and not self._spill_unfinished() and not self._staging:
                 raise BudgetError(
-                    "all staging buffers for gradients are held by groups whose backward has not "
-                    "finished. Remedy: raise host_memory, or wrap larger modules"
+                    "all staging buffers for gradients are held by groups that are being accumulated. "
+                    "Remedy: raise host_memory, or wrap larger modules"
                 )
         block = self._staging.popleft()
         if block.nbytes < nbytes:
@@ -226,6 +233,23 @@ class GradientStore:
                 f"backward and do not declare gradient_accumulation_steps: 1 when accumulating"
             )
         return block
+
+    def _spill_unfinished(self) -> bool:
+        """Frees a staging buffer of a group whose backward goes on (parallel branches)."""
+        for own in self._holding:
+            if own.group.gradient is own and own.present and own.transfer is None:
+                self.add_record(own.group)
+                self.park(own.group)
+                return True
+        return False
+
+    def add_record(self, group: ParamGroup) -> None:
+        """Room on NVMe for the gradients of ``group``, fp32 where several micro-steps may come."""
+        if group.gradient_record is None:
+            nbytes = gradient_bytes(group, self.may_widen)
+            group.gradient_record = self._store.add(
+                RecordSpec(group.name, Field.GRAD, nbytes, Tier.NVME)
+            )
 
     def _widen(self, own: GroupGradient) -> None:
         """Turns the buffer into fp32, exactly; see [Note: gradients]."""
@@ -268,6 +292,7 @@ class GradientStore:
     def _release_block(self, own: GroupGradient) -> None:
         with self._lock:
             block, own.block, own.tensor = own.block, None, None
+            self._holding.pop(own, None)
         if block is None:
             return
         if own.staged:

@@ -29,9 +29,9 @@ def _refuse_assign(
 ) -> None:
     if local_metadata.get("assign_to_params_buffers", False):
         raise StateError(
-            f"load_state_dict(assign=True) would replace sharded parameters of {prefix or 'the model'!r} "
-            f"by tensors that the runtime does not know. Remedy: load_state_dict(state) without assign, "
-            f"which copies group by group"
+            f"load_state_dict(assign=True) would replace sharded parameters of "
+            f"{prefix or 'the model'!r} by tensors that the runtime does not know. Remedy: "
+            f"load_state_dict(state) without assign, which copies group by group"
         )
 
 

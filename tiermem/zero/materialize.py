@@ -103,8 +103,11 @@ class Filler:
         self._images = images
         self._remainders: dict[tuple[ParamGroup, int], torch.Tensor] = {}
         self._blocks: list[Block] = []
-        by_name = {segment.spec.name: (group, index)
-                   for group in groups for index, segment in enumerate(group.layout.segments)}
+        by_name = {
+            segment.spec.name: (group, index)
+            for group in groups
+            for index, segment in enumerate(group.layout.segments)
+        }
         self._place = {id(p.param): by_name[p.name] for p in unit.params}
         self._reals: dict[int, nn.Parameter] = {}
 

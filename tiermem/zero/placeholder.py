@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tiermem.errors import StateError
 from tiermem.zero import compat
@@ -46,14 +46,60 @@ class ParamHandle(Protocol):
 
 
 _METADATA = frozenset(
-    """dim ndimension size numel nelement element_size stride is_floating_point is_complex is_signed
-    is_contiguous storage_offset get_device __hash__ __len__ has_names is_inference is_shared
-    is_pinned is_set_to is_same_size""".split()
+    (
+        "dim",
+        "ndimension",
+        "size",
+        "numel",
+        "nelement",
+        "element_size",
+        "stride",
+        "get_device",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "is_contiguous",
+        "is_inference",
+        "is_shared",
+        "is_pinned",
+        "is_set_to",
+        "is_same_size",
+        "has_names",
+        "storage_offset",
+        "__hash__",
+        "__len__",
+    )
 )
 _METADATA_PROPERTIES = frozenset(
-    """shape dtype device layout ndim is_leaf requires_grad grad_fn is_cuda is_cpu is_xpu is_mps
-    is_meta is_sparse is_sparse_csr is_quantized is_mkldnn is_nested itemsize nbytes names _version
-    output_nr retains_grad _backward_hooks _post_accumulate_grad_hooks grad_dtype""".split()
+    (
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "itemsize",
+        "nbytes",
+        "names",
+        "output_nr",
+        "is_leaf",
+        "requires_grad",
+        "grad_fn",
+        "grad_dtype",
+        "retains_grad",
+        "_version",
+        "is_cuda",
+        "is_cpu",
+        "is_xpu",
+        "is_mps",
+        "is_meta",
+        "is_sparse",
+        "is_sparse_csr",
+        "is_quantized",
+        "is_mkldnn",
+        "is_nested",
+        "_backward_hooks",
+        "_post_accumulate_grad_hooks",
+    )
 )
 _REFUSED = {
     "share_memory_": "share the model before tiermem.shard, or open one runtime per process",
@@ -65,7 +111,7 @@ _REFUSED = {
     "__reduce_ex__": "save model.state_dict() instead of pickling the module",
     "swap_tensors": "swap parameters before tiermem.shard",
 }
-_CASTS = frozenset("to cpu cuda xpu half float double bfloat16 type".split())
+_CASTS = frozenset(["to", "cpu", "cuda", "xpu", "half", "float", "double", "bfloat16", "type"])
 
 
 def _property_name(function: Any) -> str | None:
@@ -105,7 +151,7 @@ class Placeholder(nn.Parameter):
         raise _refusal(self, "pickling", _REFUSED["__reduce_ex__"])
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # reached only where torch bypasses __torch_function__
         for value in (*args, *(kwargs or {}).values()):
@@ -114,9 +160,7 @@ class Placeholder(nn.Parameter):
         raise StateError(f"{func} reached a sharded parameter; use it inside tiermem.gathered(params)")
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__", "__delete__"):
@@ -197,13 +241,7 @@ def _cast(self: Placeholder, name: str, func: Any, args: Any, kwargs: Any) -> An
 
 def _gathered_call(func: Any, args: Any, kwargs: Any) -> Any:
     """``func`` with every placeholder's parameter gathered and put in its place."""
-    found: list[Placeholder] = []
-
-    def note(value: Placeholder) -> Placeholder:
-        found.append(value)
-        return value
-
-    tree_map_only(Placeholder, note, (args, kwargs))
+    found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Placeholder)]
     if not found:
         with compat.disable_torch_function():
             return func(*args, **kwargs)
@@ -225,7 +263,7 @@ def _refusal(self: Placeholder, what: str, remedy: str) -> StateError:
     )
 
 
-_DISCARDING = frozenset("zero_ detach_ requires_grad_".split())
+_DISCARDING = frozenset(["zero_", "detach_", "requires_grad_"])
 
 
 class GradientStandIn(torch.Tensor):
@@ -256,7 +294,9 @@ class GradientStandIn(torch.Tensor):
         return f"GradientStandIn({self._name!r})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise _gradient_refusal(str(func), args)
 
     @classmethod
@@ -289,8 +329,7 @@ def _same(self: torch.Tensor, func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _gradient_refusal(what: str, args: Any) -> StateError:
-    names: list[str] = []
-    tree_map_only(GradientStandIn, lambda g: names.append(g._name) or g, args)
+    names = [leaf._name for leaf in tree_leaves(args) if isinstance(leaf, GradientStandIn)]
     return StateError(
         f"{what} needs the gradient of {', '.join(map(repr, names[:3])) or 'a sharded parameter'}"
         f"{' and others' if len(names) > 3 else ''}, which has left for its tier. Remedy: clip with "

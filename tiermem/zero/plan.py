@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -134,21 +134,20 @@ def slot_itemsizes(regions: Iterable[RegionLayout], config: TierConfig) -> tuple
 
 
 def plan_for_shard(
-    units: Sequence[PlannedUnit], groups: Sequence[PlannedGroup], config: TierConfig, total: int, free: int
+    units: Sequence[PlannedUnit],
+    groups: Sequence[PlannedGroup],
+    config: TierConfig,
+    total: int,
+    free: int,
 ) -> tuple[HostPlan, DevicePlan]:
     """Both budgets, as if AdamW came for everything trainable. Raises `BudgetError`."""
     sizes = [
         group_size(g.layout, [r for r in g.layout.regions if r.trainable], config, small=g.small)
         for g in groups
     ]
-    itemsizes = slot_itemsizes(
-        [r for g in groups for r in g.layout.regions if r.trainable], config
-    )
+    itemsizes = slot_itemsizes([r for g in groups for r in g.layout.regions if r.trainable], config)
     host = plan_host(sizes, host_request(config, itemsizes, total=total, free=free))
-    held = [
-        GroupSize(g.layout.nbytes, s.trainable_numel, s.state_bytes, s.grad_bytes, s.staged_bytes, g.stays)
-        for g, s in zip(groups, sizes, strict=True)
-    ]
+    held = [replace(size, persistent=group.stays) for group, size in zip(groups, sizes, strict=True)]
     states = 0
     if config.optimizer == "device":
         states = sum(s.state_bytes + 16 * 4096 for s in sizes)
@@ -177,7 +176,4 @@ def existing_size(group: ParamGroup, config: TierConfig) -> GroupSize:
     trainable = [region.layout for region in group.regions if region.trainable]
     size = group_size(group.layout, trainable, config, small=group.small)
     paid = sum(round_up(s.record.nbytes) for region in group.regions for s in region.states.values())
-    return GroupSize(
-        0, size.trainable_numel, max(0, size.state_bytes - paid), size.grad_bytes, size.staged_bytes,
-        size.persistent,
-    )
+    return replace(size, param_bytes=0, state_bytes=max(0, size.state_bytes - paid))

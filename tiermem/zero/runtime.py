@@ -20,8 +20,8 @@ from tiermem.io.base import QueueOptions
 from tiermem.kernels import open_kernels
 from tiermem.memory.arena import Arena
 from tiermem.memory.budget import check_host_budget, default_host_budget
-from tiermem.memory.ledger import Ledger
 from tiermem.memory.lease import AcceleratorPool, ArenaPool, LeasePool
+from tiermem.memory.ledger import Ledger
 from tiermem.schedule.placement import DevicePlan
 from tiermem.store.store import TieredStore
 from tiermem.types import Tier
@@ -61,14 +61,19 @@ class Runtime:
         self.ledger = Ledger({Tier.HOST: budget, Tier.DEVICE: 1 << 62})
         self.kernels = open_kernels()
         self.host = Arena(
-            budget, tier=Tier.HOST, ledger=self.ledger, pin=self.config.pin_memory,
+            budget,
+            tier=Tier.HOST,
+            ledger=self.ledger,
+            pin=self.config.pin_memory,
             device=self.device.type,
         )
         io = self.config.io
         self.engine = open_engine(io.backend, self.config.paths[0] if self.config.paths else None)
         try:
             self.store = TieredStore(
-                self.engine, self.host, paths=self.config.paths if self.config.uses_nvme else (),
+                self.engine,
+                self.host,
+                paths=self.config.paths if self.config.uses_nvme else (),
                 weights=self.config.path_weights if self.config.uses_nvme else None,
                 stripe_bytes=int(self.config.stripe_bytes),
                 queue_options=QueueOptions(int(io.chunk_bytes), io.read_depth, io.write_depth),
@@ -88,9 +93,7 @@ class Runtime:
         self.gather = GatherScheduler(self, self.store, self.pipeline, self.host)
         self.forward = ForwardTracker(self)
         self.backward = BackwardTracker(self)
-        self.updates = UpdateController(
-            self, in_backward=self.config.effective_update == "backward"
-        )
+        self.updates = UpdateController(self, in_backward=self.config.effective_update == "backward")
         self.pipeline.gradients = self.gradients
         self.gradients.wait_for_release = self.gather.wait_for_release
         self.started = time.perf_counter()
@@ -104,8 +107,12 @@ class Runtime:
         self.device_plan = plan
         pool: LeasePool
         if self.device.type == "cpu":
+            check_host_budget(plan.budget + self.host.free_bytes)
             self.device_arena = Arena(
-                plan.budget, tier=Tier.DEVICE, ledger=self.ledger, pin=self.config.pin_memory,
+                plan.budget,
+                tier=Tier.DEVICE,
+                ledger=self.ledger,
+                pin=self.config.pin_memory,
                 device="cpu",
             )
             self.device_store = TieredStore(self.engine, self.device_arena)
@@ -261,13 +268,10 @@ def _device(config: TierConfig) -> torch.device:
     if device.type != "cpu":
         found = torch.accelerator.current_accelerator(check_available=True)
         if found is None or found.type != device.type:
-            raise ConfigError(
-                f"device: {config.device!r} is not available here; use 'cpu' or 'auto'"
-            )
+            raise ConfigError(f"device: {config.device!r} is not available here; use 'cpu' or 'auto'")
         if config.optimizer == "device":
             raise ConfigError(
                 "optimizer: 'device' is not supported on an accelerator: states are updated on the "
                 "host. Remedy: optimizer: 'host' or 'nvme'"
             )
     return device
-

@@ -63,7 +63,8 @@ def collect(runtime: Runtime) -> RuntimeStats:
         prefetch_misses=runtime.gather.prefetch_misses,
         host=_memory(snapshot.tiers[Tier.HOST], None, runtime.host.locked_bytes),
         device=_memory(
-            snapshot.tiers[Tier.DEVICE], budget,
+            snapshot.tiers[Tier.DEVICE],
+            budget,
             runtime.device_arena.locked_bytes if runtime.device_arena is not None else 0,
         ),
         placement=placement(runtime),

@@ -316,9 +316,12 @@ class UpdatePipeline:
                 if not fresh:
                     piece.reads.append(
                         state.store.read(
-                            record, piece.start * dtype.itemsize,
+                            record,
+                            piece.start * dtype.itemsize,
                             _stop_byte(record.nbytes, piece.stop * dtype.itemsize),
-                            tensor.data_ptr(), owner=tensor, priority=Priority.BACKGROUND,
+                            tensor.data_ptr(),
+                            owner=tensor,
+                            priority=Priority.BACKGROUND,
                         )
                     )
             piece.states[name] = tensor[: count * dtype.itemsize].view(dtype)
@@ -336,13 +339,18 @@ class UpdatePipeline:
             start = own.offset(piece.region) + piece.start * dtype.itemsize
             return tensor[start : start + count * dtype.itemsize].view(dtype)
         record = piece.job.group.gradient_record
-        assert record is not None and piece.slot is not None
+        assert record is not None
+        assert piece.slot is not None
         room = piece.slot.tensor[offset : offset + round_up(count * dtype.itemsize)]
         first = own.offset(piece.region) + piece.start * dtype.itemsize
         piece.reads.append(
             self._store.read(
-                record, first, _stop_byte(record.nbytes, first + count * dtype.itemsize),
-                room.data_ptr(), owner=room, priority=Priority.BACKGROUND,
+                record,
+                first,
+                _stop_byte(record.nbytes, first + count * dtype.itemsize),
+                room.data_ptr(),
+                owner=room,
+                priority=Priority.BACKGROUND,
             )
         )
         return room[: count * dtype.itemsize].view(dtype)
@@ -375,9 +383,9 @@ class UpdatePipeline:
             tensor.zero_()
         assert piece.gradient is not None
         itemsize = layout.dtype.itemsize
-        params = job.image[
-            layout.byte_offset : layout.byte_offset + layout.numel * itemsize
-        ].view(layout.dtype)
+        params = job.image[layout.byte_offset : layout.byte_offset + layout.numel * itemsize].view(
+            layout.dtype
+        )
         for index in layout.params:
             hyper = job.pending.hyper.get(index)
             segment = job.group.layout.segments[index]
@@ -386,8 +394,11 @@ class UpdatePipeline:
                 continue
             here = slice(first - piece.start, last - piece.start)
             job.pending.rule.apply(
-                self._kernels, hyper, params[first:last],
-                {name: state[here] for name, state in piece.states.items()}, piece.gradient[here],
+                self._kernels,
+                hyper,
+                params[first:last],
+                {name: state[here] for name, state in piece.states.items()},
+                piece.gradient[here],
             )
 
     def _write_back(self, piece: _Slice) -> None:
@@ -400,9 +411,11 @@ class UpdatePipeline:
             assert piece.slot is not None
             piece.slot.writes.append(
                 region.states[name].store.write(
-                    record, piece.start * dtype.itemsize,
+                    record,
+                    piece.start * dtype.itemsize,
                     _stop_byte(record.nbytes, piece.stop * dtype.itemsize),
-                    piece.states[name].data_ptr(), owner=piece.slot.tensor,
+                    piece.states[name].data_ptr(),
+                    owner=piece.slot.tensor,
                 )
             )
         if job.group.record is not None:

@@ -1,0 +1,69 @@
+"""Runtimes and twins for the tests of the gather machinery."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from zero_models import Plain, loss_of
+from zero_twins import Loss, Twins, settings
+
+import tiermem
+
+MakeRuntime = Callable[..., tiermem.Runtime]
+MakeTwins = Callable[..., Twins]
+
+
+@pytest.fixture
+def make_runtime(tmp_path: Path) -> Iterator[MakeRuntime]:
+    """Makes runtimes of `settings` with changes, and closes them at the end of the test."""
+    made: list[tiermem.Runtime] = []
+
+    def make(**changes: Any) -> tiermem.Runtime:
+        made.append(tiermem.Runtime(settings(tmp_path, **changes)))
+        return made[-1]
+
+    yield make
+    for runtime in made:
+        runtime.close()
+
+
+@pytest.fixture
+def make_twins(make_runtime: MakeRuntime) -> MakeTwins:
+    """Builds a model twice from the same seed and shards one of the two."""
+
+    def make(
+        build: Callable[[], nn.Module] = Plain,
+        *,
+        loss: Loss = loss_of,
+        wrap: Callable[[nn.Module], Any] = lambda model: None,
+        runtime: tiermem.Runtime | None = None,
+        lr: Any = 1e-2,
+        **changes: Any,
+    ) -> Twins:
+        torch.manual_seed(7)
+        plain = build()
+        torch.manual_seed(7)
+        model = build()
+        runtime = runtime or make_runtime(**changes)
+        tiermem.shard(model, runtime, wrap=wrap(model))
+        return Twins(
+            plain,
+            model,
+            runtime,
+            torch.optim.AdamW(plain.parameters(), lr=lr, fused=True),
+            tiermem.optim.AdamW(model.parameters(), lr=lr),
+            loss,
+        )
+
+    return make
+
+
+@pytest.fixture
+def twins(make_twins: MakeTwins) -> Twins:
+    """Twins of the plain model in the hardest configuration."""
+    return make_twins()
