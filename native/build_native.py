@@ -28,8 +28,16 @@ ffibuilder.set_source(
     include_dirs=["native/include", "native/src"],
     # No contraction: a product and a sum fuse only where the code says fma, so that every variant
     # of a kernel gives the same bits.
-    extra_compile_args=["-std=gnu11", "-O3", "-g", "-Wall", "-Wextra", "-ffp-contract=off",
-                        "-fvisibility=hidden", "-Wno-unused-parameter"],
+    extra_compile_args=[
+        "-std=gnu11",
+        "-O3",
+        "-g",
+        "-Wall",
+        "-Wextra",
+        "-ffp-contract=off",
+        "-fvisibility=hidden",
+        "-Wno-unused-parameter",
+    ],
     libraries=["m", "dl", "pthread"],
 )
 

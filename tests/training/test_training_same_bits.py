@@ -63,9 +63,7 @@ def all_pairs(axes: Mapping[str, Iterable[Any]], seed: int = 0) -> list[Choice]:
     sample = []
     while missing:
         (a, x), (b, y) = min(missing, key=repr)
-        tries = [
-            {name: rng.choice(values[name]) for name in names} | {a: x, b: y} for _ in range(60)
-        ]
+        tries = [{name: rng.choice(values[name]) for name in names} | {a: x, b: y} for _ in range(60)]
         best = max(tries, key=lambda choice: len(pairs(choice) & missing))
         missing -= pairs(best)
         sample.append(best)
@@ -166,13 +164,23 @@ def test_all_combinations_of_what_interacts_give_the_same_bits(
 ) -> None:
     usual = {name: values[0] for name, values in AXES.items()}
     for weights, extra, resident, prefetch, update, sub_group in itertools.product(
-        (AXES["weights"][0], AXES["weights"][2]), (0, 1_500_000), AXES["resident_memory"],
-        (None, 0), AXES["update"], (None, 12_345),
+        (AXES["weights"][0], AXES["weights"][2]),
+        (0, 1_500_000),
+        AXES["resident_memory"],
+        (None, 0),
+        AXES["update"],
+        (None, 12_345),
     ):
         choice = usual | {
-            "params": params, "optimizer": optimizer, "weights": weights, "host_extra": extra,
-            "resident_memory": resident, "prefetch_bytes": prefetch, "update": update,
-            "sub_group_numel": sub_group, "stripe_bytes": 64 << 10,
+            "params": params,
+            "optimizer": optimizer,
+            "weights": weights,
+            "host_extra": extra,
+            "resident_memory": resident,
+            "prefetch_bytes": prefetch,
+            "update": update,
+            "sub_group_numel": sub_group,
+            "stripe_bytes": 64 << 10,
         }
         check(choice, recipe, expected, drives)
 

@@ -205,7 +205,9 @@ def assert_bits(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
     if not torch.equal(ours, theirs):
         wrong = int((ours != theirs).sum())
         worst = float((ours.double() - theirs.double()).abs().max())
-        raise AssertionError(f"{name}: {wrong} of {ours.numel()} elements differ, at most by {worst:.3g}")
+        raise AssertionError(
+            f"{name}: {wrong} of {ours.numel()} elements differ, at most by {worst:.3g}"
+        )
 
 
 def make_paths(base: Path, count: int) -> list[str]:

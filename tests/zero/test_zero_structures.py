@@ -52,5 +52,3 @@ def test_accumulation(make_twins, micro_steps: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
     twins.check()
-
-

@@ -12,6 +12,7 @@ do not depend on how many bytes the first one took.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -102,6 +103,7 @@ class GradientStore:
         self._kept_free: dict[tuple[ParamGroup, bool], Block] = {}
         self._staging: deque[Block] = deque()
         self._spilling: deque[GroupGradient] = deque()
+        self.stall_seconds = 0.0
         self._lock = threading.Lock()  # the worker gives buffers back too
         self.wait_for_release: Callable[[], bool] = lambda: False
 
@@ -216,14 +218,12 @@ class GradientStore:
 
     def _take_staging(self, nbytes: int) -> Block:
         """A staging buffer: a free one, or the one that comes back first."""
-        while not self._staging:
-            if self._spilling:
-                self.finish_transfer(self._spilling[0])
-            elif not self.wait_for_release() and not self._spill_unfinished() and not self._staging:
-                raise BudgetError(
-                    "all staging buffers for gradients are held by groups that are being accumulated. "
-                    "Remedy: raise host_memory, or wrap larger modules"
-                )
+        if not self._staging:
+            started = time.perf_counter()
+            try:
+                self._await_staging()
+            finally:
+                self.stall_seconds += time.perf_counter() - started
         block = self._staging.popleft()
         if block.nbytes < nbytes:
             self._staging.appendleft(block)
@@ -233,6 +233,16 @@ class GradientStore:
                 f"backward and do not declare gradient_accumulation_steps: 1 when accumulating"
             )
         return block
+
+    def _await_staging(self) -> None:
+        while not self._staging:
+            if self._spilling:
+                self.finish_transfer(self._spilling[0])
+            elif not self.wait_for_release() and not self._spill_unfinished() and not self._staging:
+                raise BudgetError(
+                    "all staging buffers for gradients are held by groups that are being accumulated. "
+                    "Remedy: raise host_memory, or wrap larger modules"
+                )
 
     def _spill_unfinished(self) -> bool:
         """Frees a staging buffer of a group whose backward goes on (parallel branches)."""
