@@ -80,7 +80,7 @@ def plan_host(groups: Sequence[GroupSize], request: HostRequest) -> HostPlan:
     all_kept = sum(g.grad_bytes for g in streams)
     must_keep = request.keep_gradients and not request.spill_allowed
     smallest_sub_group = min(
-        request.sub_group_numel or MIN_SUB_GROUP_NUMEL, max(round_up(largest, ALIGNMENT), ALIGNMENT)
+        round_up(request.sub_group_numel or MIN_SUB_GROUP_NUMEL), max(round_up(largest), ALIGNMENT)
     )
     smallest = fixed + (all_kept if must_keep else staging_bytes)
     if needs_slots:
@@ -133,7 +133,8 @@ def _fixed_bytes(groups: Sequence[GroupSize], request: HostRequest) -> int:
     total = 0
     for group in groups:
         if group.persistent:
-            total += group.state_bytes + group.grad_bytes if request.optimizer is not Tier.DEVICE else 0
+            total += group.grad_bytes
+            total += group.state_bytes if request.optimizer is not Tier.DEVICE else 0
             continue
         if request.params is Tier.HOST:
             total += group.param_bytes

@@ -213,6 +213,10 @@ class TieredStore:
         self.close()
 
     @property
+    def num_paths(self) -> int:
+        return self._targets.num_paths
+
+    @property
     def direct(self) -> bool:
         """Whether every path really is O_DIRECT."""
         return self._targets.direct

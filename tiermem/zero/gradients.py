@@ -238,7 +238,12 @@ class GradientStore:
         while not self._staging:
             if self._spilling:
                 self.finish_transfer(self._spilling[0])
-            elif not self.wait_for_release() and not self._spill_unfinished() and not self._staging:
+            elif not (
+                self.wait_for_release()
+                or self._staging
+                or self._spill_unfinished()
+                or self._one_more_staging()
+            ):
                 raise BudgetError(
                     "all staging buffers for gradients are held by groups that are being accumulated. "
                     "Remedy: raise host_memory, or wrap larger modules"
@@ -246,12 +251,19 @@ class GradientStore:
 
     def _spill_unfinished(self) -> bool:
         """Frees a staging buffer of a group whose backward goes on (parallel branches)."""
-        for own in self._holding:
+        for own in self._holding if self._store.num_paths else ():
             if own.group.gradient is own and own.present and own.transfer is None:
                 self.add_record(own.group)
                 self.park(own.group)
                 return True
         return False
+
+    def _one_more_staging(self) -> bool:
+        """Another staging buffer, if host memory that nothing else was planned for is left."""
+        block = self._arena.allocate(max(own.nbytes for own in self._holding), Purpose.GRADIENT)
+        if block is not None:
+            self._staging.append(block)
+        return block is not None
 
     def add_record(self, group: ParamGroup) -> None:
         """Room on NVMe for the gradients of ``group``, fp32 where several micro-steps may come."""

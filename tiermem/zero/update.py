@@ -18,7 +18,6 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -112,6 +111,7 @@ class UpdatePipeline:
         self.gradients: GradientStore | None = None
         self.sub_group_numel = 1 << 20
         self._slots: list[_Slot] = []
+        self._slices: deque[_Slice] = deque()  # of jobs that were begun; worker only
         self._in_use: set[int] = set()  # ids of slots that slices use; worker only
         self._lock = threading.Condition()
         self._jobs: deque[UpdateJob] = deque()
@@ -208,12 +208,11 @@ class UpdatePipeline:
 
     def _work(self) -> None:
         active: deque[_Slice] = deque()
-        slices: Iterator[_Slice] | None = None
         try:
             while True:
-                if slices is None and not active and not self._await_job():
+                if not active and self._peek() is None and not self._await_job():
                     return
-                slices = self._top_up(active, slices)
+                self._top_up(active)
                 if active:
                     self._finish(active.popleft())
         except BaseException as error:  # a defect of ours: nobody may wait for ever
@@ -226,35 +225,32 @@ class UpdatePipeline:
                 self._lock.wait()
             return bool(self._jobs)
 
-    def _top_up(
-        self, active: deque[_Slice], slices: Iterator[_Slice] | None
-    ) -> Iterator[_Slice] | None:
-        """Starts reads of the next slices while slots are free."""
-        while True:
-            if slices is None:
-                with self._lock:
-                    if not self._jobs:
-                        return None
-                    job = self._jobs.popleft()
-                slices = self._cut(job)
-            slot = self._free_slot(block=not active)
-            if slot is None and self._slots:
-                return slices
-            piece = next(slices, None)
-            if piece is None:
-                slices = None
-                continue
-            piece.slot = slot
-            if slot is not None:
-                self._in_use.add(id(slot))
+    def _peek(self) -> _Slice | None:
+        """The next slice of the jobs at hand."""
+        while not self._slices:
+            with self._lock:
+                if not self._jobs:
+                    return None
+                job = self._jobs.popleft()
+            self._slices.extend(self._cut(job))
+        return self._slices[0]
+
+    def _top_up(self, active: deque[_Slice]) -> None:
+        """Starts reads of the next slices while slots are free. A slot is asked for only when
+        there is a slice for it: the worker never waits for a slot without work."""
+        while (piece := self._peek()) is not None:
+            piece.slot = self._free_slot(block=not active)
+            if piece.slot is not None:
+                self._in_use.add(id(piece.slot))
+            elif self._slots or len(active) >= 2:
+                return
+            self._slices.popleft()
             if piece.job.error is None:
                 try:
                     self._begin(piece)
                 except Exception as error:
                     piece.job.error = error
             active.append(piece)
-            if not self._slots and len(active) >= 2:
-                return slices
 
     def _free_slot(self, *, block: bool) -> _Slot | None:
         """A slot that no slice uses and whose writes are done; the one to be done first if
@@ -270,15 +266,15 @@ class UpdatePipeline:
         return None
 
     def _settle(self, slot: _Slot) -> None:
-        """Reads the results of a slot's writes."""
-        writes, slot.writes = slot.writes, []
-        for write in writes:
+        """Waits for a slot's writes, then forgets them: worker and training thread may both wait."""
+        for write in list(slot.writes):
             try:
                 write.wait()
             except Exception as error:
                 self.failure = self.failure or error
+        slot.writes = [write for write in slot.writes if not write.settled]
 
-    def _cut(self, job: UpdateJob) -> Iterator[_Slice]:
+    def _cut(self, job: UpdateJob) -> list[_Slice]:
         """The slices of a job. A region whose states were never written is walked whole."""
         pieces = []
         for region in job.group.regions:
@@ -295,7 +291,7 @@ class UpdatePipeline:
         job.slices_left = len(pieces)
         if not pieces:
             self._complete(job)
-        return iter(pieces)
+        return pieces
 
     def _begin(self, piece: _Slice) -> None:
         """Starts the reads of one slice."""
