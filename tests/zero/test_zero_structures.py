@@ -10,7 +10,7 @@ CASES = [
     pytest.param(name, mode, prefetch, id=f"{name}-{mode}-{'ahead' if prefetch else 'demand'}")
     for name, structure in STRUCTURES.items()
     for mode in structure.modes
-    for prefetch in (0, 100_000)
+    for prefetch in ((0, 100_000) if structure.also_ahead else (0,))
 ]
 
 

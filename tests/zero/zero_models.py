@@ -307,11 +307,26 @@ class _ScaledLinear(torch.autograd.Function):
         return grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
+class CustomBlock(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + _ScaledLinear.apply(_ScaledLinear.apply(x, self.up.weight), self.down.weight)
+
+
 class CustomFunction(Plain):
+    """A custom autograd function in the blocks' own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(CustomBlock() for _ in range(4))
+
+
+class CustomFunctionOutside(Plain):
+    """A custom autograd function that is given parameters outside of their modules."""
+
     def encode(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = x + _ScaledLinear.apply(_ScaledLinear.apply(x, block.up.weight), block.down.weight)
+            x = x + _ScaledLinear.apply(x, block.up.weight)[..., :WIDTH]
         return x
 
 
@@ -379,15 +394,16 @@ class Structure:
     wrap: Callable[[nn.Module], Any] = lambda model: None
     options: dict[str, Any] = field(default_factory=dict)
     modes: tuple[str, ...] = ("deferred", "backward")
+    also_ahead: bool = False
 
 
 STRUCTURES: dict[str, Structure] = {
-    "plain": Structure(Plain),
-    "tied": Structure(Tied),
+    "plain": Structure(Plain, also_ahead=True),
+    "tied": Structure(Tied, also_ahead=True),
     "used outside": Structure(UsedOutside),
-    "reused": Structure(Reused),
+    "reused": Structure(Reused, also_ahead=True),
     "registered twice": Structure(RegisteredTwice),
-    "checkpoint": Structure(Checkpointed),
+    "checkpoint": Structure(Checkpointed, also_ahead=True),
     "checkpoint reentrant": Structure(CheckpointedReentrant, modes=("deferred",)),
     # A recompute keeps all its weights at once: two blocks have to fit.
     "checkpoint pairs": Structure(CheckpointedPairs, options={"device_memory": "160KiB"}),
@@ -401,7 +417,7 @@ STRUCTURES: dict[str, Structure] = {
     "convolutions": Structure(Convolutions),
     "channels last": Structure(ChannelsLast),
     "unused block": Structure(UnusedBlock),
-    "recurrent": Structure(Recurrent),
+    "recurrent": Structure(Recurrent, also_ahead=True),
     "attention": Structure(Attention),
     "weight norm": Structure(WeightNorm),
     "dropout": Structure(Dropout),
@@ -412,6 +428,7 @@ STRUCTURES: dict[str, Structure] = {
     "on root": Structure(OnRoot),
     "degenerate": Structure(Degenerate),
     "custom function": Structure(CustomFunction),
+    "custom function outside": Structure(CustomFunctionOutside, options={"device_memory": "1MiB"}),
     "module hooks": Structure(ModuleHooks),
     "nested by class": Structure(Nested, wrap=lambda model: [Block, _Outer]),
     "nested by name": Structure(Nested, wrap=lambda model: ["outer.0", "outer.0.first", "outer.1"]),

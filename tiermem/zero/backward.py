@@ -115,7 +115,7 @@ class BackwardTracker:
 
     def least_recently_used(self) -> list[ParamGroup]:
         """Groups that could be given up for another, oldest use first."""
-        return [g for g in self._live if g.lease is not None and not g.persistent]
+        return [g for g in self._live if g.lease is not None and not (g.persistent or g.anchored)]
 
     def restore(self, handle: SavedHandle) -> torch.Tensor:
         """The saved tensor, from a lease."""

@@ -136,6 +136,7 @@ class GatherScheduler:
         else:
             image = self._stage(group)
             image.copy_(group.lease.tensor[: image.numel()])
+        self._runtime.gradients.pin(group.pending.gradient)
         group.job = UpdateJob(group, group.pending, image, group.transfer)
         self._pipeline.enqueue(group.job)
 
@@ -226,7 +227,7 @@ class GatherScheduler:
 
     def _obtain(self, group: ParamGroup, *, demand: bool) -> Lease | None:
         assert self.pool is not None
-        collected = False
+        patience = 50
         while True:
             lease = self.pool.lend(group.nbytes, group.name)
             if lease is not None:
@@ -245,8 +246,9 @@ class GatherScheduler:
                 return None
             if self.wait_for_release():
                 continue
-            if not collected:
-                collected = bool(gc.collect() or True)
+            if patience > 0:  # a view may be dying in another thread, or in a reference cycle
+                patience -= 1
+                gc.collect() if patience == 0 else time.sleep(0.002)
                 continue
             raise BudgetError(self._full_message(group))
 
@@ -278,6 +280,7 @@ class GatherScheduler:
         return (
             group.lease is not None
             and not group.persistent
+            and not group.anchored
             and group.state is ShardedState.GATHERING
             and group.uses == 0
             and group.job is None

@@ -11,6 +11,7 @@ do not depend on how many bytes the first one took.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tiermem.errors import BudgetError, StateError
+from tiermem.errors import BudgetError, StateError, TierIOError
 from tiermem.io.base import Priority
 from tiermem.kernels import Kernels
 from tiermem.memory.arena import Arena, Block
@@ -32,6 +33,9 @@ from tiermem.types import Field, Purpose, Tier, format_bytes, round_up
 
 if TYPE_CHECKING:
     from tiermem.zero.group import ParamGroup, Region, ShardedParam
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +53,9 @@ class GroupGradient:
     tensor: torch.Tensor | None = None
     block: Block | None = None
     staged: bool = False  # the block is one of the staging buffers
-    transfer: Transfer | None = None  # spill or fill in flight
+    transfer: Transfer | None = None  # the spill in flight
+    pinned: bool = False  # an update reads ``tensor``
+    used: bool = False  # nobody will read it again
 
     @property
     def nbytes(self) -> int:
@@ -166,35 +172,55 @@ class GradientStore:
     def discard(self, group: ParamGroup) -> None:
         """Forgets the gradients of ``group``."""
         own, group.gradient = group.gradient, None
-        if own is not None:
-            self.finish_transfer(own)
-            self.give_back(own)
+        if own is None:
+            return
+        self.give_back(own)
+        try:
+            self._settle_spill(own)
+        except TierIOError as error:  # nobody needs what could not be written
+            logger.warning("discarded gradients of %r: %s", group.name, error)
 
     def bring_in(self, own: GroupGradient) -> None:
         """The buffer in memory: allocated at the first gradient, read back if it was spilled."""
-        self.finish_transfer(own)
+        self._settle_spill(own, keep=True)
         if own.tensor is not None:
             return
         self._place(own)
-        if own.present:
-            assert own.group.gradient_record is not None
-            assert own.block is not None
-            own.transfer = self._store.read(
+        if not own.present:
+            return
+        assert own.group.gradient_record is not None
+        assert own.block is not None
+        try:
+            self._store.read(
                 own.group.gradient_record,
                 0,
                 own.nbytes,
                 own.block.address,
                 owner=own.tensor,
                 priority=Priority.DEMAND,
-            )
-            self.finish_transfer(own)
+            ).wait()
+        except BaseException:
+            self._release_block(own)
+            raise
 
-    def finish_transfer(self, own: GroupGradient) -> None:
-        transfer, own.transfer = own.transfer, None
-        if transfer is not None:
+    def _settle_spill(self, own: GroupGradient, *, keep: bool = False) -> None:
+        """Waits for the spill of ``own`` and, unless ``keep``, lets its buffer serve the next.
+
+        A buffer that an update reads (``pinned``) stays until the update gives it back. If the spill
+        failed the buffer stays too, for it is then the only copy; the error is raised.
+        """
+        transfer = own.transfer
+        if transfer is None:
+            return
+        try:
             transfer.wait()
+        finally:
             if own in self._spilling:
                 self._spilling.remove(own)
+            with self._lock:
+                own.transfer = None
+                release = own.used or (transfer.error is None and not keep and not own.pinned)
+            if release:
                 self._release_block(own)
 
     def _place(self, own: GroupGradient) -> None:
@@ -237,7 +263,7 @@ class GradientStore:
     def _await_staging(self) -> None:
         while not self._staging:
             if self._spilling:
-                self.finish_transfer(self._spilling[0])
+                self._settle_spill(self._spilling[0])
             elif not (
                 self.wait_for_release()
                 or self._staging
@@ -287,6 +313,10 @@ class GradientStore:
                     f"the gradients of {own.group.name!r}. Remedy: declare the real number"
                 )
             own.tensor, _ = tensor_over(own.block.address, round_up(own.nbytes))
+            record = own.group.gradient_record
+            if record is not None and record.nbytes < own.nbytes:  # planned for one micro-step
+                self.may_widen, own.group.gradient_record = True, None
+                self.add_record(own.group)
         else:
             old = own.block
             own.widened, own.block, own.tensor = True, None, None
@@ -322,19 +352,34 @@ class GradientStore:
         else:
             self._kept_free[own.group, own.widened] = block
 
+    def pin(self, own: GroupGradient) -> None:
+        """An update starts: gradients that are in memory stay there until `give_back`."""
+        own.pinned = own.tensor is not None
+
     def give_back(self, own: GroupGradient) -> None:
-        """The gradients were used or discarded; the buffer serves the next. One whose spill is in
-        flight comes back when that is done (`finish_transfer`)."""
-        if own.transfer is None:
+        """The gradients were used or discarded; the buffer serves the next, once its spill is over."""
+        with self._lock:
+            own.used = True
+            spilling = own.transfer is not None
+        if not spilling:
             self._release_block(own)
 
     def close(self) -> None:
-        while self._spilling:
-            self.finish_transfer(self._spilling[0])
+        """Frees every buffer. Raises the first failed spill, after all is done."""
+        errors: list[Exception] = []
+        for own in list(self._spilling):
+            try:
+                self._settle_spill(own)
+            except Exception as error:
+                errors.append(error)
+        for own in list(self._holding):
+            self._release_block(own)
         for block in [*self._staging, *self._kept_free.values()]:
             self._arena.free(block)
         self._staging.clear()
         self._kept_free.clear()
+        if errors:
+            raise errors[0]
 
 
 def flatten_like(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

@@ -212,12 +212,14 @@ class ParamGroup:
         layout: GroupLayout,
         persistent: bool,
         small: bool,
+        anchored: bool,
     ) -> None:
         self.runtime = runtime
         self.index = index
         self.name = name
         self.layout = layout
         self.persistent = persistent  # never leaves the device
+        self.anchored = anchored  # its unit encloses others: keeps its lease, to leave one hole
         self.small = small  # its parameters are below the persistence threshold
         self.regions = [Region(region, region.trainable) for region in layout.regions]
         self.params: list[ShardedParam] = []
@@ -310,4 +312,4 @@ class ParamGroup:
 def absent(spec: ParamSpec, device: torch.device) -> torch.Tensor:
     """The stand-in for the data of a sharded parameter: NaN (0 for integers), true shape."""
     value = float("nan") if spec.dtype.is_floating_point or spec.dtype.is_complex else 0
-    return torch.full((1,), value, dtype=spec.dtype, device=device).expand(spec.shape)
+    return torch.full((), value, dtype=spec.dtype, device=device).expand(spec.shape)

@@ -16,6 +16,7 @@ from torch import nn
 from tiermem.errors import StateError
 from tiermem.memory.arena import Block
 from tiermem.memory.lease import tensor_over
+from tiermem.memory.trim import return_freed_memory
 from tiermem.types import Field, Purpose
 from tiermem.zero.gradients import flatten_like
 from tiermem.zero.group import ParamGroup, Region, ShardedParam, absent
@@ -133,6 +134,7 @@ class Filler:
             self._remainders.clear()
             for block in self._blocks:
                 self._runtime.host.free(block)
+            return_freed_memory()
 
     def _from_meta(self, module: nn.Module) -> None:
         """Materialises, initialises and stores what ``module`` names on the meta device."""

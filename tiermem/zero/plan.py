@@ -27,7 +27,8 @@ _COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 @dataclass(slots=True, eq=False)
 class PlannedGroup:
     """A group before it exists. ``small``: its parameters are below the persistence threshold;
-    ``stays``: it never leaves the device."""
+    ``stays``: it never leaves the device; ``anchored``: its unit encloses others, which are used
+    while it is, so it keeps its lease."""
 
     unit: int
     name: str
@@ -35,6 +36,7 @@ class PlannedGroup:
     layout: GroupLayout
     small: bool
     stays: bool
+    anchored: bool
 
 
 def target_dtype(param: torch.Tensor, config: TierConfig) -> torch.dtype:
@@ -47,6 +49,7 @@ def target_dtype(param: torch.Tensor, config: TierConfig) -> torch.dtype:
 def plan_groups(units: Sequence[PlannedUnit], config: TierConfig) -> list[PlannedGroup]:
     """Each unit's parameters as one group, and a second one for its small parameters."""
     result = []
+    enclosing = {outer for unit in units for outer in unit.enclosing}
     for index, unit in enumerate(units):
         small = [p for p in unit.params if p.param.numel() < config.persistence_threshold_numel]
         large = [p for p in unit.params if p.param.numel() >= config.persistence_threshold_numel]
@@ -58,7 +61,10 @@ def plan_groups(units: Sequence[PlannedUnit], config: TierConfig) -> list[Planne
             layout = plan_layout([_spec(p, config) for p in params])
             suffix = " (persistent)" if is_small else ""
             stays = is_small or config.params == "device"
-            result.append(PlannedGroup(index, unit.name + suffix, params, layout, is_small, stays))
+            anchored = index in enclosing and not stays
+            result.append(
+                PlannedGroup(index, unit.name + suffix, params, layout, is_small, stays, anchored)
+            )
     return result
 
 
@@ -134,7 +140,6 @@ def slot_itemsizes(regions: Iterable[RegionLayout], config: TierConfig) -> tuple
 
 
 def plan_for_shard(
-    units: Sequence[PlannedUnit],
     groups: Sequence[PlannedGroup],
     config: TierConfig,
     total: int,
@@ -153,22 +158,18 @@ def plan_for_shard(
         states = sum(s.state_bytes + 16 * 4096 for s in sizes)
     device = plan_device(
         held,
-        _working_bytes(units, groups) + states,
+        _working_bytes(groups) + states,
         int(config.device_memory) if config.device_memory is not None else None,
         int(config.prefetch_bytes) if config.prefetch_bytes is not None else None,
     )
     return host, device
 
 
-def _working_bytes(units: Sequence[PlannedUnit], groups: Sequence[PlannedGroup]) -> int:
-    """The most that one use holds at once: a unit's group with those of the units around it."""
-    own = [0] * len(units)
-    for group in groups:
-        if not group.stays:
-            own[group.unit] += round_up(group.layout.nbytes)
-    return max(
-        (own[i] + sum(own[j] for j in unit.enclosing) for i, unit in enumerate(units)), default=0
-    )
+def _working_bytes(groups: Sequence[PlannedGroup]) -> int:
+    """What must fit beside persistent groups: all that enclose others, and the largest other."""
+    moving = [group for group in groups if not group.stays]
+    anchored = sum(round_up(group.layout.nbytes) for group in moving if group.anchored)
+    return anchored + max((round_up(g.layout.nbytes) for g in moving if not g.anchored), default=0)
 
 
 def existing_size(group: ParamGroup, config: TierConfig) -> GroupSize:

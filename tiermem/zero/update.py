@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
 class UpdateRule(Protocol):
     """An element-wise optimizer, applied to slices."""
 
@@ -330,8 +333,9 @@ class UpdatePipeline:
         own = piece.job.pending.gradient
         dtype = own.dtype(piece.region)
         count = piece.stop - piece.start
-        tensor = own.tensor
-        if tensor is not None:
+        if own.pinned:
+            tensor = own.tensor
+            assert tensor is not None
             start = own.offset(piece.region) + piece.start * dtype.itemsize
             return tensor[start : start + count * dtype.itemsize].view(dtype)
         record = piece.job.group.gradient_record
@@ -369,6 +373,9 @@ class UpdatePipeline:
         finally:
             if piece.slot is not None:
                 self._in_use.discard(id(piece.slot))
+        piece.states.clear()
+        piece.fresh.clear()
+        piece.gradient = None
         job.slices_left -= 1
         if job.slices_left == 0:
             self._complete(job)
@@ -438,6 +445,9 @@ class UpdatePipeline:
         self._leave(job)
 
     def _leave(self, job: UpdateJob) -> None:
+        # What waits for the job may need its memory at once: hold nothing of it any more.
+        job.image = _NOTHING
+        job.gathered = None
         with self._lock:
             self._unfinished.pop(job, None)
             job.done.set()

@@ -1,0 +1,198 @@
+"""Each private torch name that is used does what the code relies on."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tiermem.zero import compat
+
+
+def test_current_graph_task_id() -> None:
+    assert compat.current_graph_task_id() == -1
+    seen: list[int] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(compat.current_graph_task_id()))
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert seen[0] != -1
+    assert seen[0] != seen[1]
+    assert compat.current_graph_task_id() == -1
+
+
+def test_queue_end_of_backward() -> None:
+    order: list[str] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+
+    def hook(grad: torch.Tensor) -> None:
+        compat.queue_end_of_backward(lambda: order.append("end"))
+        order.append("hook")
+
+    y.register_hook(hook)
+    x.register_post_accumulate_grad_hook(lambda p: order.append("accumulated"))
+    y.sum().backward()
+    assert order == ["hook", "accumulated", "end"]
+
+
+def test_top_saved_tensor_hooks() -> None:
+    assert compat.top_saved_tensor_hooks() is None
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, pack):
+        assert compat.top_saved_tensor_hooks() == (pack, pack)
+        with torch.autograd.graph.save_on_cpu():
+            assert compat.top_saved_tensor_hooks()[0] is not pack
+        assert compat.top_saved_tensor_hooks()[0] is pack
+    assert compat.top_saved_tensor_hooks() is None
+
+
+def test_is_checkpoint_hook() -> None:
+    seen: list[bool] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append(compat.is_checkpoint_hook(compat.top_saved_tensor_hooks()[0]))
+        return x.sin()
+
+    checkpoint(function, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    assert seen == [True, True]  # the forward and its recompute
+    with torch.autograd.graph.save_on_cpu():
+        assert not compat.is_checkpoint_hook(compat.top_saved_tensor_hooks()[0])
+
+
+def test_make_wrapper() -> None:
+    class Wrapper(torch.Tensor):
+        pass
+
+    shape = torch.Size((4, 3))
+    made = compat.make_wrapper(Wrapper, shape, (1, 4), torch.bfloat16, torch.device("cpu"), True)
+    assert type(made) is Wrapper
+    assert made.shape == shape
+    assert made.stride() == (1, 4)
+    assert made.dtype == torch.bfloat16
+    assert made.requires_grad
+    assert made.is_leaf
+
+
+def test_disable_torch_function() -> None:
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError
+
+    loud = torch.ones(2).as_subclass(Loud)
+    with pytest.raises(AssertionError):
+        loud.sum()
+    with compat.disable_torch_function():
+        assert loud.shape == (2,)
+        assert loud.sum() == 2
+
+
+def test_set_autocast_cache() -> None:
+    before = torch.is_autocast_cache_enabled()
+    assert compat.set_autocast_cache(False) == before
+    assert not torch.is_autocast_cache_enabled()
+    assert compat.set_autocast_cache(before) is False
+    assert torch.is_autocast_cache_enabled() == before
+
+
+def test_inside_distributed_data_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not compat.inside_distributed_data_parallel()
+    from torch.nn.parallel import DistributedDataParallel
+
+    assert DistributedDataParallel._get_active_ddp_module() is None
+    monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", object())
+    assert compat.inside_distributed_data_parallel()
+
+
+def test_caller_frame() -> None:
+    def inner():
+        return compat.caller_frame(1), compat.caller_frame(2)
+
+    own, outer = inner()
+    assert own.f_code.co_name == "inner"
+    assert outer is sys._getframe()
+
+
+def test_is_executing() -> None:
+    def finished():
+        return sys._getframe()
+
+    assert compat.is_executing(sys._getframe())
+    assert not compat.is_executing(finished())
+    assert not compat.is_executing(None)
+
+
+def test_called_from_module_apply() -> None:
+    seen: list[bool] = []
+
+    class Watching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def _apply(self, fn, recurse=True):
+            return super()._apply(lambda t: (seen.append(compat.called_from_module_apply()), fn(t))[1])
+
+    nn.Sequential(Watching()).to(torch.float32)
+    assert seen == [True]
+    assert not compat.called_from_module_apply()
+
+
+@pytest.mark.parametrize("retain", [True, False])
+@pytest.mark.parametrize("way", ["backward", "autograd.backward", "autograd.grad"])
+def test_backward_retains_graph(retain: bool, way: str) -> None:
+    seen: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(compat.backward_retains_graph()))
+    if way == "backward":
+        y.sum().backward(retain_graph=retain)
+    elif way == "autograd.backward":
+        torch.autograd.backward([y.sum()], retain_graph=retain)
+    else:
+        torch.autograd.grad(y.sum(), x, retain_graph=retain)
+    assert seen == [retain]
+    assert not compat.backward_retains_graph()
+
+
+def test_backward_retains_graph_by_default_of_create_graph() -> None:
+    seen: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * x
+    y.register_hook(lambda grad: seen.append(compat.backward_retains_graph()))
+    torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert seen == [True]
+
+
+def test_module_call_frames_are_named_as_expected() -> None:
+    """Hooks find the frame of their module's call by this name."""
+    names: list[str] = []
+
+    def hook(module: nn.Module, args: object) -> None:
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code.co_name != "_call_impl":
+            frame = frame.f_back
+        names.append(frame.f_code.co_filename if frame is not None else "")
+
+    module = nn.Linear(2, 2)
+    module.register_forward_pre_hook(hook)
+    module(torch.ones(1, 2))
+    assert names[0].endswith("module.py")
+
+
+def test_every_function_has_a_test() -> None:
+    functions = {
+        name
+        for name, value in vars(compat).items()
+        if callable(value) and getattr(value, "__module__", "") == compat.__name__
+    }
+    tests = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
+    assert functions <= tests

@@ -1,0 +1,188 @@
+"""Several models, runtimes and optimizers in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from zero_models import Plain, Tied, loss_of
+from zero_twins import batch
+
+import tiermem
+from tiermem.errors import StateError
+
+
+def test_two_runtimes(make_twins, make_runtime, tmp_path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.mkdir()
+    first = make_twins(runtime=make_runtime(paths=[paths[0]]))
+    second = make_twins(Tied, runtime=make_runtime(paths=[paths[1]], update="backward"))
+    for step in range(3):
+        first.step(step)
+        second.step(step + 5)
+    first.check()
+    second.check()
+
+
+def test_two_runtimes_on_one_path(make_twins, make_runtime) -> None:
+    first = make_twins(runtime=make_runtime())
+    second = make_twins(Tied, runtime=make_runtime())
+    for step in range(2):
+        first.step(step)
+        second.step(step + 5)
+    first.check()
+    second.check()
+
+
+def test_models_of_two_runtimes_in_one_graph(make_twins, make_runtime) -> None:
+    first, second = make_twins(runtime=make_runtime()), make_twins(runtime=make_runtime())
+    for step in range(3):
+        losses = [
+            a(batch(step)).square().mean() * 0.5 + b.blocks[0](a.encode(batch(step))).mean()
+            for a, b in ((first.plain, second.plain), (first.model, second.model))
+        ]
+        assert losses[0].item() == losses[1].item()
+        for loss in losses:
+            loss.backward()
+        for twins in (first, second):
+            for _, optimizer in twins.both:
+                optimizer.step()
+                optimizer.zero_grad()
+    first.check()
+    second.check()
+
+
+def test_a_runtime_after_another(make_twins, make_runtime) -> None:
+    for _ in range(2):
+        runtime = make_runtime()
+        twins = make_twins(runtime=runtime)
+        twins.steps(2)
+        twins.check()
+        runtime.close()
+
+
+def test_two_models_on_one_runtime(make_twins, make_runtime) -> None:
+    runtime = make_runtime(device_memory="320KiB")
+    first = make_twins(runtime=runtime)
+    second = make_twins(Tied, runtime=runtime)
+    for step in range(3):
+        first.step(step)
+        second.step(step + 5)
+    first.check()
+    second.check()
+
+
+def test_one_optimizer_over_two_models(make_runtime) -> None:
+    def build():
+        torch.manual_seed(7)
+        return torch.nn.ModuleList([Plain(), Tied()])
+
+    plain, models = build(), build()
+    runtime = make_runtime(device_memory="320KiB")
+    for model in models:
+        tiermem.shard(model, runtime)
+    optimizers = [
+        torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True),
+        tiermem.optim.AdamW([*models[0].parameters(), *models[1].parameters()], lr=1e-2),
+    ]
+    for step in range(3):
+        for each, optimizer in zip((plain, models), optimizers, strict=True):
+            (loss_of(each[0], batch(step)) + loss_of(each[1], batch(step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for a, b in zip(
+        plain.parameters(), [*models[0].parameters(), *models[1].parameters()], strict=True
+    ):
+        assert torch.equal(a, tiermem.full_param(b))
+
+
+def test_two_optimizers_on_the_halves_of_one_model(make_runtime) -> None:
+    torch.manual_seed(7)
+    plain = Plain()
+    torch.manual_seed(7)
+    model = Plain()
+    tiermem.shard(model, make_runtime())
+    pairs = []
+    for each, kind, extra in (
+        (plain, torch.optim.AdamW, {"fused": True}),
+        (model, tiermem.optim.AdamW, {}),
+    ):
+        body = [p for n, p in each.named_parameters() if n.startswith("blocks")]
+        ends = [p for n, p in each.named_parameters() if not n.startswith("blocks")]
+        pairs.append((each, [kind(body, lr=1e-2, **extra), kind(ends, lr=1e-3, **extra)]))
+    for step in range(3):
+        for each, optimizers in pairs:
+            loss_of(each, batch(step)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, tiermem.full_param(b))
+
+
+def test_param_groups_with_their_own_options(make_runtime) -> None:
+    torch.manual_seed(7)
+    plain = Plain()
+    torch.manual_seed(7)
+    model = Plain()
+    tiermem.shard(model, make_runtime())
+
+    def groups(each: torch.nn.Module) -> list[dict]:
+        params = list(each.parameters())
+        return [
+            {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.3},
+            {"params": [p for p in params if p.ndim == 1], "lr": 3e-3, "betas": (0.8, 0.95)},
+        ]
+
+    optimizers = [
+        torch.optim.AdamW(groups(plain), lr=1e-2, fused=True),
+        tiermem.optim.AdamW(groups(model), lr=1e-2),
+    ]
+    for step in range(3):
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            loss_of(each, batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, tiermem.full_param(b))
+
+
+def test_sharding_twice_is_refused(twins) -> None:
+    with pytest.raises(StateError, match="sharded already"):
+        tiermem.shard(twins.model, twins.runtime)
+    twins.steps(2)
+    twins.check()
+
+
+def test_a_gradient_at_sharding_is_refused(make_runtime) -> None:
+    model = Plain()
+    loss_of(model, batch(0)).backward()
+    with pytest.raises(StateError, match="zero_grad"):
+        tiermem.shard(model, make_runtime())
+
+
+def test_optimizer_on_ordinary_parameters_is_refused() -> None:
+    with pytest.raises(StateError, match=r"tiermem\.shard"):
+        tiermem.optim.AdamW(Plain().parameters())
+
+
+def test_optimizer_on_mixed_parameters_is_refused(make_runtime) -> None:
+    model = tiermem.shard(Plain(), make_runtime())
+    with pytest.raises(StateError, match="Remedy"):
+        tiermem.optim.AdamW([*model.parameters(), *Plain().parameters()])
+
+
+def test_torchs_optimizer_on_sharded_parameters_is_refused(make_runtime) -> None:
+    """It must not train silently on nothing."""
+    model = tiermem.shard(Plain(), make_runtime())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loss_of(model, batch(0)).backward()
+    with pytest.raises((StateError, RuntimeError), match="Remedy"):
+        optimizer.step()
+
+
+def test_a_second_optimizer_on_the_same_parameters_is_refused(twins) -> None:
+    with pytest.raises(StateError, match="has an optimizer already"):
+        tiermem.optim.AdamW(twins.model.parameters())
+    twins.steps(2)
+    twins.check()
