@@ -178,8 +178,8 @@ def check_every(
     assert count > 5
     went_on, torn, problems = 0, 0, []
     for nth in range(0, count, stride):
-        story = tell(config, Fault(op, nth, FaultKind.ERROR, errno.EIO))
         try:
+            story = tell(config, Fault(op, nth, FaultKind.ERROR, errno.EIO))
             assert story.errors, "the error was lost"
             for error in story.errors:
                 check_place(error, op, paths)
@@ -190,10 +190,10 @@ def check_every(
                 assert len(story.errors) == 1
                 assert story.value == undisturbed.value, "silently wrong"
                 went_on += 1
-        except AssertionError as error:
-            problems.append(f"{name}, {op.name} {nth} of {count}: {error} {story}")
+        except (AssertionError, pytest.fail.Exception, tiermem.errors.TierMemError) as error:
+            problems.append(f"{op.name.lower()} {nth} of {count}: {type(error).__name__} {error}")
     if problems:
-        raise AssertionError(f"{len(problems)} problems\n" + "\n".join(problems))
+        pytest.fail(f"{name}: {len(problems)} problems\n" + "\n".join(problems), pytrace=False)
     return went_on, torn
 
 

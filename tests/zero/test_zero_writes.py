@@ -180,8 +180,13 @@ def test_pointers_raise_with_a_remedy(twins, name: str) -> None:
 
 
 def test_an_exception_in_gathered_keeps_what_was_written(twins) -> None:
-    with pytest.raises(ZeroDivisionError), torch.no_grad():  # noqa: PT012
-        with tiermem.gathered(twins.model.head.weight, modify=True):
-            twins.model.head.weight.data.fill_(0.5)
+    weight = twins.model.head.weight
+
+    def write_and_fail() -> None:
+        with tiermem.gathered(weight, modify=True):
+            weight.data.fill_(0.5)
             raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write_and_fail()
     assert torch.equal(values(twins.model)["head.weight"], torch.full((64, 64), 0.5))

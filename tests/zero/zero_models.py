@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 64
@@ -30,7 +30,7 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
 
 
 class Plain(nn.Module):
@@ -63,7 +63,7 @@ class UsedOutside(Plain):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.encode(tokens)
-        return F.linear(x, self.embedding.weight) + self.blocks[0].up.weight.sum() * 0.01
+        return functional.linear(x, self.embedding.weight) + self.blocks[0].up.weight.sum() * 0.01
 
 
 class Reused(Plain):
@@ -108,10 +108,29 @@ class CheckpointedPairs(Plain):
 class CheckpointedInside(Plain):
     """The checkpointed function is a part of a unit's forward."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(InnerCheckpointBlock() for _ in range(4))
+
+
+class InnerCheckpointBlock(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + checkpoint(self._inner, self.norm(x), use_reentrant=False)
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(functional.gelu(self.up(x)))
+
+
+class CheckpointedPieces(Plain):
+    """Checkpointed functions that call parts of units, and never a unit itself."""
+
     def encode(self, tokens: torch.Tensor) -> torch.Tensor:
+        def run(block: Block, x: torch.Tensor) -> torch.Tensor:
+            return block.down(functional.gelu(block.up(x)))
+
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = x + checkpoint(lambda y, b=block: b.down(F.gelu(b.up(y))), x, use_reentrant=False)
+            x = x + checkpoint(run, block, x, use_reentrant=False)
         return x
 
 
@@ -246,7 +265,7 @@ class Dropout(Plain):
     def encode(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = F.dropout(block(x), 0.2, self.training)
+            x = functional.dropout(block(x), 0.2, self.training)
         return x
 
 
@@ -408,6 +427,7 @@ STRUCTURES: dict[str, Structure] = {
     # A recompute keeps all its weights at once: two blocks have to fit.
     "checkpoint pairs": Structure(CheckpointedPairs, options={"device_memory": "160KiB"}),
     "checkpoint inside": Structure(CheckpointedInside),
+    "checkpoint pieces": Structure(CheckpointedPieces),
     "partly frozen": Structure(PartlyFrozen),
     "partly frozen checkpoint": Structure(PartlyFrozenCheckpointed),
     "frozen blocks": Structure(FrozenBlocks),

@@ -149,6 +149,7 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         runtime = self._rt
+        runtime.backward.forget_stale()
         runtime.check_usable()
         updates = runtime.updates
         if updates.in_backward:
@@ -214,6 +215,8 @@ class AdamW(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets gradients that no ``step()`` has taken."""
+        self._rt.backward.forget_stale()
+        self._rt.check_usable()
         self._rt.updates.check_discard()
         for group in self._groups():
             self._rt.gradients.discard(group)

@@ -47,6 +47,7 @@ class HostRequest:
     state_itemsize: int  # bytes per element that a slot reads for one element's states
     grad_itemsize: int
     sub_group_numel: int | None
+    stripe_bytes: int  # resident parts are whole stripe units
     resident_limit: int | None
 
 
@@ -177,7 +178,7 @@ def _with_residents(
     """Spends ``free`` on resident parts of NVMe records, best saving per byte first."""
     streams = [(i, g) for i, g in enumerate(groups) if not g.persistent]
     # Records are cut in units, and arenas in pages: keep a margin so that rounding never overflows.
-    free = max(0, free - sum(8 * ALIGNMENT for _ in streams))
+    free = max(0, free - sum(8 * ALIGNMENT for _ in streams) - 2 * request.stripe_bytes)
     param_fraction = state_fraction = 0.0
     kept = set(plan.kept_gradients)
     if request.params is Tier.NVME:

@@ -29,13 +29,14 @@ def attach_optimizer(
     config = runtime.config
     runtime.updates.attach = attach_optimizer
     runtime.gather.finish_writes()
+    runtime.pipeline.release_slots()
+    runtime.gradients.release_staging()
+    every = [*groups, *runtime.updates.owners]
     plan = plan_host(
-        [existing_size(group, config) for group in groups],
+        [existing_size(group, config) for group in every],
         host_request(
             config,
-            slot_itemsizes(
-                [r.layout for group in groups for r in group.regions if r.trainable], config
-            ),
+            slot_itemsizes([r.layout for group in every for r in group.regions if r.trainable], config),
             total=runtime.host.nbytes,
             free=runtime.host.free_bytes,
             params_paid=True,
@@ -50,11 +51,15 @@ def attach_optimizer(
     )
     runtime.gradients.start_wide = (config.gradient_accumulation_steps or 1) > 1
     for index, group in enumerate(groups):
-        _make_records(runtime, rule, group, plan.state_fraction)
+        group.stages_gradients = False
         if index not in plan.kept_gradients and group.trainable_numel and plan.num_staging:
             group.stages_gradients = True
             if not runtime.updates.in_backward:
                 runtime.gradients.add_record(group)
+        elif group.trainable_numel:
+            runtime.gradients.reserve(group)
+    for group in groups:  # last: parts of them stay in what host memory is left
+        _make_records(runtime, rule, group, plan.state_fraction)
         runtime.updates.owners[group] = owner
 
 

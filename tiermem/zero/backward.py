@@ -23,7 +23,7 @@ import torch
 
 from tiermem.errors import StateError
 from tiermem.zero import compat
-from tiermem.zero.group import ParamGroup, ShardedParam, ShardedState
+from tiermem.zero.group import ParamGroup, ShardedParam
 
 if TYPE_CHECKING:
     from tiermem.zero.runtime import Runtime
@@ -42,6 +42,7 @@ class SavedHandle:
         self.offset = tensor.storage_offset()
         self.shape = tensor.shape
         self.stride = tensor.stride()
+        group.note_writes()
         self.version = group.version
         group.handles += 1
 
@@ -113,6 +114,10 @@ class BackwardTracker:
     def pins(self, group: ParamGroup) -> bool:
         return group in self._live
 
+    @property
+    def running(self) -> bool:
+        return bool(self._tasks)
+
     def least_recently_used(self) -> list[ParamGroup]:
         """Groups that could be given up for another, oldest use first."""
         return [g for g in self._live if g.lease is not None and not (g.persistent or g.anchored)]
@@ -121,6 +126,8 @@ class BackwardTracker:
         """The saved tensor, from a lease."""
         group = handle.group
         self._runtime.check_usable()
+        if group.lease is not None:
+            group.note_writes()
         if handle.version != group.version:
             raise StateError(
                 f"parameters of {group.name!r} that backward needs were modified after the forward "
@@ -137,10 +144,12 @@ class BackwardTracker:
             flat = group.lease.tensor.view(handle.dtype)
             return flat.as_strided(handle.shape, handle.stride, handle.offset)
 
-    def on_gradient(self, param: ShardedParam) -> None:
-        """Autograd has accumulated into ``param.real.grad``."""
+    def on_gradient(self, param: ShardedParam, leaf: torch.Tensor) -> None:
+        """Autograd has accumulated into ``leaf.grad``: the real parameter, or the placeholder where
+        that was given to a custom autograd function (which bypasses ``__torch_function__``)."""
         group = param.group
-        gradient, param.real.grad = param.real.grad, None
+        with compat.disable_torch_function():
+            gradient, leaf.grad = leaf.grad, None
         if gradient is None:
             return
         self._runtime.check_usable()
@@ -166,8 +175,6 @@ class BackwardTracker:
     def _finish(self, group: ParamGroup) -> None:
         """The running backward needs ``group`` no more, as far as can be known."""
         self._live.pop(group, None)
-        if group.uses == 0:
-            self._runtime.gather.reshard(group)
         if self._accumulated.pop(group, None):
             self._runtime.updates.after_backward(group)
 
@@ -202,14 +209,13 @@ class BackwardTracker:
 
     def forget_stale(self) -> None:
         """Undoes what a failed backward has left; see [Note: stale backward]."""
-        if not self._tasks:
+        if not self._tasks or (
+            compat.current_graph_task_id() != -1 and compat.is_executing(self._frame)
+        ):
             return
         self._tasks.clear()
         self._outermost, self._frame = -1, None
-        live, self._live = self._live, {}
-        for group in live:
-            if group.state is ShardedState.UNSHARDED and group.uses == 0:
-                self._runtime.gather.reshard(group)
+        self._live.clear()
         accumulated, self._accumulated = self._accumulated, {}
         for group in accumulated:
             self._runtime.gradients.park(group)

@@ -83,17 +83,26 @@ def is_executing(frame: FrameType | None) -> bool:
     return False
 
 
-def called_from_module_apply() -> bool:
-    """Whether ``nn.Module._apply`` (``to``, ``half``, ``cuda``, ``share_memory``) is converting
-    parameters in one of the nearest callers."""
+_CALLERS = {
+    ("_apply", "nn/modules/module.py"): "Module._apply",
+    ("__new__", "nn/parameter.py"): "nn.Parameter",
+    ("__init__", "nn/parallel/distributed.py"): "DistributedDataParallel",
+}
+
+
+def special_caller() -> str | None:
+    """Which code of torch's, that means to take parameters over, is among the nearest callers:
+    ``Module._apply`` (``to``, ``half``, ``cuda``, ``to_empty``), ``nn.Parameter``, or
+    ``DistributedDataParallel``."""
     frame: FrameType | None = sys._getframe(1)
-    for _ in range(12):
+    for _ in range(14):
         if frame is None:
-            return False
-        if frame.f_code.co_name == "_apply" and frame.f_code.co_filename.endswith("module.py"):
-            return True
+            return None
+        for (name, file), caller in _CALLERS.items():
+            if frame.f_code.co_name == name and frame.f_code.co_filename.endswith(file):
+                return caller
         frame = frame.f_back
-    return False
+    return None
 
 
 def backward_retains_graph() -> bool:

@@ -142,10 +142,9 @@ class ForwardTracker:
                 self._close_context(entry.context)
 
     def release(self, group: ParamGroup) -> None:
-        """One use less. While a backward runs, groups stay for it (a recomputed forward does not
-        reshard)."""
+        """One use less. A group that a running backward needs keeps its lease (`BackwardTracker`)."""
         group.uses -= 1
-        if group.uses == 0 and not self._runtime.backward.pins(group):
+        if group.uses == 0:
             self._runtime.gather.reshard(group)
 
     def _drop_stale(self) -> None:
@@ -167,7 +166,12 @@ class ForwardTracker:
         if outer is not None and compat.is_checkpoint_hook(outer[0]):
             return None
         packer = self._runtime.backward.packer(outer)
-        context = _Context(saved_tensors_hooks(packer.pack, packer.unpack))
+        try:
+            context = _Context(saved_tensors_hooks(packer.pack, packer.unpack))
+        except StateError:
+            if torch.is_grad_enabled():
+                raise
+            return None  # nothing will be saved
         self._open = True
         return context
 

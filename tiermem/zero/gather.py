@@ -124,6 +124,7 @@ class GatherScheduler:
             )
         except BaseException:
             self._forget(group)
+            del lease, image  # a kept traceback must not keep the memory
             raise
 
     def _start_update(self, group: ParamGroup) -> None:
@@ -175,8 +176,9 @@ class GatherScheduler:
         assert group.transfer is not None
         try:
             group.transfer.wait()
-        except BaseException:
+        except BaseException as error:
             self._forget(group)
+            self._runtime.updates.fetch_failed(error)
             raise
         group.transfer = None
 
@@ -191,6 +193,7 @@ class GatherScheduler:
                 self._runtime.mark_torn(error)
             elif group.record is not None and group.state is not ShardedState.UNSHARDED:
                 self._forget(group)  # the update stays pending and can be tried again
+            self._runtime.updates.fetch_failed(error)
             raise
         self._lease_writes.extend(job.writes)
         group.job = group.transfer = group.pending = None
@@ -348,10 +351,11 @@ class GatherScheduler:
         rebuilt from it (remainder 0). See [Note: lost writes]."""
         if group.lease is None or group.transfer is not None or group.job is not None:
             return
-        changed = group.params if force else group.written_by_user()
-        if not changed:
+        group.note_writes()
+        if not (group.written or force):
             return
-        group.version += 1
+        changed = group.params if force else list(group.written)
+        group.version += force
         group.mark_clean()
         self.write_params(group)
         self._clear_remainders(group, changed)

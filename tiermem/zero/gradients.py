@@ -113,18 +113,42 @@ class GradientStore:
         self._lock = threading.Lock()  # the worker gives buffers back too
         self.wait_for_release: Callable[[], bool] = lambda: False
 
-    def add_staging(self, count: int, nbytes: int) -> None:
-        """Makes sure there are ``count`` staging buffers of ``nbytes`` bytes each."""
-        while self._staging and self._staging[0].nbytes < nbytes:
+    def release_staging(self) -> None:
+        """Gives idle staging buffers back, for another division of the budget."""
+        for own in list(self._spilling):
+            self._settle_spill(own)
+        while self._staging:
             self._arena.free(self._staging.popleft())
-        while len(self._staging) < count:
-            block = self._arena.allocate(nbytes, Purpose.GRADIENT)
-            if block is None:
-                raise BudgetError(
-                    f"{format_bytes(nbytes)} for staging gradients do not fit host_memory; "
-                    f"{format_bytes(self._arena.free_bytes)} are free; raise host_memory"
-                )
-            self._staging.append(block)
+
+    def add_staging(self, count: int, nbytes: int) -> None:
+        """Makes ``count`` staging buffers of ``nbytes`` bytes each."""
+        for _ in range(count):
+            self._staging.append(self._allocate(nbytes, "staging gradients"))
+
+    def reserve(self, group: ParamGroup) -> None:
+        """Takes the memory of a gradient buffer that ``group`` keeps for itself."""
+        key = (group, self.start_wide)
+        nbytes = gradient_bytes(group, self.start_wide)
+        if key not in self._kept_free:
+            self._kept_free[key] = self._allocate(nbytes, f"the gradients of {group.name!r}")
+
+    def forget_buffers(self, group: ParamGroup) -> None:
+        """The gradients of ``group`` will have another size: gives its own buffers back."""
+        for wide in (False, True):
+            block = self._kept_free.pop((group, wide), None)
+            if block is not None:
+                self._arena.free(block)
+        group.gradient_record = None
+
+    def _allocate(self, nbytes: int, what: str) -> Block:
+        block = self._arena.allocate(nbytes, Purpose.GRADIENT)
+        if block is None:
+            raise BudgetError(
+                f"{what} need {format_bytes(nbytes)} of host memory, "
+                f"{format_bytes(self._arena.free_bytes)} are free. Remedy: raise host_memory, or "
+                f"declare gradient_accumulation_steps so that they are planned for"
+            )
+        return block
 
     # ---- accumulation
 
@@ -226,19 +250,15 @@ class GradientStore:
     def _place(self, own: GroupGradient) -> None:
         nbytes = own.nbytes
         if not own.group.stages_gradients:
-            block = self._kept_free.pop((own.group, own.widened), None)
-            block = block or self._arena.allocate(nbytes, Purpose.GRADIENT)
-            if block is None:
-                raise BudgetError(
-                    f"the gradients of {own.group.name!r} need {format_bytes(nbytes)} of host "
-                    f"memory, {format_bytes(self._arena.free_bytes)} are free. Remedy: raise "
-                    f"host_memory, or declare gradient_accumulation_steps so that they are planned for"
-                )
+            block = self._kept_free.pop((own.group, own.widened), None) or self._allocate(
+                nbytes, f"the gradients of {own.group.name!r}"
+            )
             own.staged = False
         else:
             block = self._take_staging(nbytes)
             own.staged = True
             self._holding[own] = None
+        assert block.nbytes >= nbytes
         own.block = block
         own.tensor, _ = tensor_over(block.address, round_up(nbytes))
 

@@ -127,14 +127,19 @@ class ShardedParam:
         """(Re-)registers our accumulation hook as the last one, so that users' see the gradient.
         torch takes hooks on parameters with ``requires_grad`` only."""
         if self._hooks is not None:
-            self._hooks.remove()
+            for hook in self._hooks:
+                hook.remove()
             self._hooks = None
         if not self.real.requires_grad:
             return
-        runtime = self.group.runtime
-        self._hooks = self.real.register_post_accumulate_grad_hook(
-            lambda _: runtime.backward.on_gradient(self)
-        )
+        backward = self.group.runtime.backward
+        with compat.disable_torch_function():
+            self._hooks = [
+                torch.Tensor.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    leaf, lambda leaf: backward.on_gradient(self, leaf)
+                )
+                for leaf in (self.real, self.placeholder)
+            ]
 
     # ---- ParamHandle (see placeholder.py)
 
@@ -170,10 +175,10 @@ class ShardedParam:
         if value and not self.group.regions[self.segment.region].trainable:
             self.group.runtime.updates.make_trainable(self)
         self.real.requires_grad_(value)
-        if self._hooks is None:
-            self.listen()
         with compat.disable_torch_function():
             torch.Tensor.requires_grad_(self.placeholder, value)
+        if self._hooks is None:
+            self.listen()
 
     def add_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
         handle = self.real.register_post_accumulate_grad_hook(hook)
@@ -236,6 +241,7 @@ class ParamGroup:
         self.uses = 0  # forwards, faulted calls and gathered() blocks that need it now
         self.handles = 0  # saved tensors that will need it in backward
         self.version = 0  # of the values; saved handles must agree
+        self.written: dict[ShardedParam, None] = {}  # by the user, and not in the store yet
 
     def __repr__(self) -> str:
         return f"ParamGroup({self.name!r}, {self.state.value}, {self.layout.nbytes} bytes)"
@@ -301,12 +307,19 @@ class ParamGroup:
         self.move(ShardedState.GATHERING)
 
     def mark_clean(self) -> None:
+        """The store agrees with the lease."""
+        self.written.clear()
         for param in self.params:
             param.version = param.real._version
 
-    def written_by_user(self) -> list[ShardedParam]:
-        """Parameters changed since lease and store last agreed; see [Note: lost writes]."""
-        return [param for param in self.params if param.real._version != param.version]
+    def note_writes(self) -> None:
+        """Notices what the user has written since the last look; see [Note: lost writes]."""
+        changed = [param for param in self.params if param.real._version != param.version]
+        if changed:
+            self.version += 1
+            self.written.update(dict.fromkeys(changed))
+            for param in changed:
+                param.version = param.real._version
 
 
 def absent(spec: ParamSpec, device: torch.device) -> torch.Tensor:

@@ -111,6 +111,14 @@ _REFUSED = {
     "__reduce_ex__": "save model.state_dict() instead of pickling the module",
     "swap_tensors": "swap parameters before tiermem.shard",
 }
+_TAKE_OVER = {
+    "Module._apply": "convert the model before tiermem.shard, or set compute_dtype and device in the "
+    "configuration",
+    "nn.Parameter": "register parametrizations before tiermem.shard",
+    "DistributedDataParallel": "use the sharded model itself; tiermem reduces gradients over its own "
+    "process group",
+}
+_COMPATIBLE = "_has_compatible_shallow_copy_type"  # asked by Module._apply
 _CASTS = frozenset(["to", "cpu", "cuda", "xpu", "half", "float", "double", "bfloat16", "type"])
 
 
@@ -206,6 +214,8 @@ def _method(self: Placeholder, name: str, func: Any, args: Any, kwargs: Any) -> 
     if name in _METADATA:
         with compat.disable_torch_function():
             return func(*args, **kwargs)
+    if name == _COMPATIBLE:
+        return args[0] is args[1]
     if name == "requires_grad_":
         handle.set_requires_grad(bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True)))
         return self
@@ -221,21 +231,13 @@ def _method(self: Placeholder, name: str, func: Any, args: Any, kwargs: Any) -> 
 
 
 def _cast(self: Placeholder, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """A cast that changes nothing gives the placeholder itself; within a forward, where casts are
-    ordinary computation, others gather; ``Module.to(dtype)`` and the like are refused."""
+    """A cast that changes nothing gives the placeholder itself."""
     with compat.disable_torch_function():
         probe = torch.empty(0, dtype=self.dtype, device=self.device)
         target = func(probe, *args[1:], **kwargs)
         same = target.dtype == self.dtype and target.device == self.device and not kwargs.get("copy")
     if same:
         return self
-    if compat.called_from_module_apply():
-        raise _refusal(
-            self,
-            f".{name} to {target.dtype} on {target.device}",
-            "convert the model before tiermem.shard, or set compute_dtype and device in the "
-            "configuration",
-        )
     return NotImplemented
 
 
@@ -248,6 +250,9 @@ def _gathered_call(func: Any, args: Any, kwargs: Any) -> Any:
     name = getattr(func, "__name__", "")
     if name in _REFUSED:
         raise _refusal(found[0], name, _REFUSED[name])
+    caller = compat.special_caller()
+    if caller is not None:
+        raise _refusal(found[0], f"{name} by {caller}", _TAKE_OVER[caller])
     handle = found[0]._handle
     real_args, real_kwargs = tree_map_only(Placeholder, lambda p: p._handle.real, (args, kwargs))
     by_real = {id(p._handle.real): p for p in found}
@@ -305,11 +310,13 @@ class GradientStandIn(torch.Tensor):
         name = getattr(func, "__name__", "")
         self = args[0] if args and isinstance(args[0], GradientStandIn) else None
         if self is not None:
+            if name == _COMPATIBLE:
+                return args[0] is args[1]
             if name in _DISCARDING:
                 if name == "zero_":
                     self._discard()
                 return self
-            if name == "__set__" and _property_name(func) == "data" and args[1] is self:
+            if name == "__set__" and _property_name(func) == "data" and _is_same(self, args[1]):
                 return None
             metadata = name in _METADATA or (
                 name == "__get__" and _property_name(func) in (_METADATA_PROPERTIES | {"grad"})
@@ -320,6 +327,11 @@ class GradientStandIn(torch.Tensor):
                 with compat.disable_torch_function():
                     return func(*args, **kwargs)
         raise _gradient_refusal(name, args)
+
+
+def _is_same(self: GradientStandIn, other: object) -> bool:
+    """Stand-ins are made at each access to ``.grad``; their discard tells whose they are."""
+    return isinstance(other, GradientStandIn) and other._name == self._name
 
 
 def _same(self: torch.Tensor, func: Any, args: Any, kwargs: Any) -> bool:

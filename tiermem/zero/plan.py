@@ -124,6 +124,7 @@ def host_request(
         state_itemsize=itemsizes[0],
         grad_itemsize=itemsizes[1],
         sub_group_numel=config.sub_group_numel,
+        stripe_bytes=int(config.stripe_bytes),
         resident_limit=int(config.resident_memory) if config.resident_memory is not None else None,
     )
 
@@ -177,4 +178,10 @@ def existing_size(group: ParamGroup, config: TierConfig) -> GroupSize:
     trainable = [region.layout for region in group.regions if region.trainable]
     size = group_size(group.layout, trainable, config, small=group.small)
     paid = sum(round_up(s.record.nbytes) for region in group.regions for s in region.states.values())
-    return replace(size, param_bytes=0, state_bytes=max(0, size.state_bytes - paid))
+    attached = group in group.runtime.updates.owners  # then its own gradient buffer is paid too
+    return replace(
+        size,
+        param_bytes=0,
+        state_bytes=max(0, size.state_bytes - paid),
+        grad_bytes=0 if attached else size.grad_bytes,
+    )

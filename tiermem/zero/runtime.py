@@ -7,6 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,7 +25,7 @@ from tiermem.memory.lease import AcceleratorPool, ArenaPool, LeasePool
 from tiermem.memory.ledger import Ledger
 from tiermem.schedule.placement import DevicePlan
 from tiermem.store.store import TieredStore
-from tiermem.types import Tier
+from tiermem.types import ALIGNMENT, Tier
 from tiermem.zero.backward import BackwardTracker
 from tiermem.zero.forward import ForwardTracker
 from tiermem.zero.gather import GatherScheduler
@@ -104,6 +105,7 @@ class Runtime:
         """Makes device memory of ``plan.budget`` bytes; called by the first `shard`."""
         if self.device_plan is not None:
             raise StateError("device memory is open already")
+        plan = replace(plan, budget=max(plan.budget, ALIGNMENT))
         self.device_plan = plan
         pool: LeasePool
         if self.device.type == "cpu":
@@ -163,6 +165,7 @@ class Runtime:
 
     def drain(self) -> None:
         """Applies every pending update and waits for all I/O; afterwards the store is current."""
+        self.backward.forget_stale()
         self.check_usable()
         self.gather.apply_pending()
         for group in self.groups:

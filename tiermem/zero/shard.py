@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from tiermem.store.records import RecordSpec
+from tiermem.errors import BudgetError
+from tiermem.store.records import Record, RecordSpec
+from tiermem.store.store import TieredStore
 from tiermem.types import Field, Tier, round_up
 from tiermem.zero.forward import Unit
 from tiermem.zero.group import ParamGroup, Region, StateRecord
@@ -98,9 +101,8 @@ def _make_records(
     if not group.persistent:
         tier = Tier(config.params)
         fraction = param_fraction if tier is Tier.NVME else 0.0
-        group.record = runtime.store.add(
-            RecordSpec(group.name, Field.PARAM, group.nbytes, tier, fraction)
-        )
+        spec = RecordSpec(group.name, Field.PARAM, group.nbytes, tier, fraction)
+        group.record = add_record(runtime.store, spec)
     for region in group.regions:
         if region.trainable and region.layout.dtype == torch.bfloat16:
             add_state(runtime, group, region, Field.MASTER_LO, torch.int16, state_fraction)
@@ -127,4 +129,14 @@ def add_state(
         store, spec = runtime.store, RecordSpec(label, name, nbytes, Tier.HOST)
     else:
         store, spec = runtime.store, RecordSpec(label, name, nbytes, Tier.NVME, fraction)
-    region.states[name] = StateRecord(store.add(spec), store, dtype)
+    region.states[name] = StateRecord(add_record(store, spec), store, dtype)
+
+
+def add_record(store: TieredStore, spec: RecordSpec) -> Record:
+    """Adds a record; without its resident part where rounding to stripes has used that up."""
+    try:
+        return store.add(spec)
+    except BudgetError:
+        if spec.tier is not Tier.NVME or spec.host_fraction == 0:
+            raise
+        return store.add(replace(spec, host_fraction=0.0))

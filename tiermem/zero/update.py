@@ -128,10 +128,7 @@ class UpdatePipeline:
 
     def configure(self, num_slots: int, slot_bytes: int, sub_group_numel: int) -> None:
         """Makes room for slices of ``sub_group_numel`` elements."""
-        self.quiesce()
-        if self._slots and self._slots[0].block.nbytes >= slot_bytes:
-            return
-        self._free_slots()
+        self.release_slots()
         self.sub_group_numel = max(sub_group_numel, ALIGNMENT)
         for _ in range(num_slots):
             block = self._arena.allocate(slot_bytes, Purpose.OPTIMIZER)
@@ -142,6 +139,11 @@ class UpdatePipeline:
                 )
             tensor, _ = tensor_over(block.address, round_up(slot_bytes))
             self._slots.append(_Slot(block, tensor))
+
+    def release_slots(self) -> None:
+        """Gives all slots back, for another division of the budget."""
+        self.quiesce()
+        self._free_slots()
 
     def enqueue(self, job: UpdateJob) -> None:
         if self._thread is None:

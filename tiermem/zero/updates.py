@@ -92,14 +92,25 @@ class UpdateController:
             )
         self._runtime.gather.apply_pending([group])
         region.trainable = True
+        self._runtime.gradients.forget_buffers(group)
         owner = self.owners.pop(group, None)
         if owner is not None:
             self.attach(self._runtime, owner, owner.rule, [group])
 
+    def fetch_failed(self, error: BaseException) -> None:
+        """A fetch failed. Between the updates of one backward that leaves groups of two steps."""
+        if self.updated and self._runtime.backward.running:
+            self._runtime.mark_torn(error)
+
     def check_discard(self) -> None:
         """``zero_grad()`` is about to forget gradients."""
         if self.updated:
-            raise _refused("zero_grad() without step()")
+            raise StateError(
+                "zero_grad() without step() cannot take back the updates that update: 'backward' has "
+                "made. Remedy: step() completes them with the gradients that have accumulated (after "
+                "a backward that failed: not all of them; to undo, start from a checkpoint), or "
+                "update: 'deferred', which is right for any loop"
+            )
 
 
 def _no_attach(*_: object) -> None:
