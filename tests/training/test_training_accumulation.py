@@ -30,7 +30,10 @@ HOW: dict[str, dict[str, Any]] = {
     "kept": {"host_memory": 32 << 20},
     "kept-nvme": {"params": "nvme", "optimizer": "nvme", "host_memory": 32 << 20},
     "spilled": {
-        "params": "nvme", "optimizer": "nvme", "host_memory": 2_500_000, "resident_memory": 0,
+        "params": "nvme",
+        "optimizer": "nvme",
+        "host_memory": 2_500_000,
+        "resident_memory": 0,
     },
 }
 
@@ -47,9 +50,7 @@ def assert_spills(runtime: tiermem.Runtime, expected: bool) -> None:
 @pytest.mark.parametrize("declared", [True, False])
 @pytest.mark.parametrize("micro_steps", [1, 2, 3, 4])
 @pytest.mark.parametrize("how", HOW)
-def test_fp32_is_bit_equal_to_torch(
-    how: str, micro_steps: int, declared: bool, drives: Drives
-) -> None:
+def test_fp32_is_bit_equal_to_torch(how: str, micro_steps: int, declared: bool, drives: Drives) -> None:
     recipe = Recipe("fp32", steps=3, micro_steps=micro_steps)
     same_as_plain(recipe, config_of(how, micro_steps if declared else None, drives))
 
@@ -128,7 +129,9 @@ def test_more_micro_steps_than_declared_give_the_same_bits_or_say_so(drives: Dri
 def test_full_grad_is_the_sum_so_far(how: str, drives: Drives) -> None:
     reference = make_model()
     with sharded({**config_of(how, None, drives), "compute_dtype": "fp32"}, Recipe("fp32")) as (
-        _, model, _,
+        _,
+        model,
+        _,
     ):
         for tokens, targets in batches(3):
             reference(tokens, targets).backward()

@@ -44,10 +44,14 @@ HOST_CASES: dict[str, dict[str, Any]] = {
     "nvme-accumulating": {"params": "nvme", "optimizer": "nvme", "gradient_accumulation_steps": 3},
     "nvme-fp32": {"params": "nvme", "optimizer": "nvme", "compute_dtype": "fp32"},
     "nvme-nothing-persists": {
-        "params": "nvme", "optimizer": "nvme", "persistence_threshold_numel": 0,
+        "params": "nvme",
+        "optimizer": "nvme",
+        "persistence_threshold_numel": 0,
     },
     "nvme-all-persists": {
-        "params": "nvme", "optimizer": "nvme", "persistence_threshold_numel": 1 << 20,
+        "params": "nvme",
+        "optimizer": "nvme",
+        "persistence_threshold_numel": 1 << 20,
     },
 }
 
@@ -65,9 +69,7 @@ def recipe_for(config: dict[str, Any]) -> Recipe:
 
 
 @pytest.mark.parametrize("case", HOST_CASES)
-def test_host_memory_too_small_names_the_smallest_and_that_one_works(
-    case: str, drives: Drives
-) -> None:
+def test_host_memory_too_small_names_the_smallest_and_that_one_works(case: str, drives: Drives) -> None:
     changes = HOST_CASES[case]
     paths = drives(1) if "nvme" in changes.values() else None
     config = tier_config(**changes, paths=paths)
@@ -137,7 +139,9 @@ def test_the_message_has_value_limit_and_remedy(drives: Drives) -> None:
         train(config)
 
 
-def watch_ledger(runtime: tiermem.Runtime, model: torch.nn.Module, budgets: dict[Tier, int]) -> list[int]:
+def watch_ledger(
+    runtime: tiermem.Runtime, model: torch.nn.Module, budgets: dict[Tier, int]
+) -> list[int]:
     """Hooks that compare the ledger with the budgets, forward at every module and backward at every
     gradient; the samples of host bytes."""
     samples: list[int] = []
@@ -161,7 +165,11 @@ def watch_ledger(runtime: tiermem.Runtime, model: torch.nn.Module, budgets: dict
 def test_the_ledger_is_never_above_the_budgets(update: str, drives: Drives) -> None:
     host, device = 2_600_000, 350_000
     config = tier_config(
-        params="nvme", optimizer="nvme", paths=drives(2), update=update, host_memory=host,
+        params="nvme",
+        optimizer="nvme",
+        paths=drives(2),
+        update=update,
+        host_memory=host,
         device_memory=device,
     )
     with sharded(config, Recipe(steps=4)) as (runtime, model, optimizer):

@@ -42,9 +42,7 @@ def bytes_per_parameter(
             step()
         runtime.drain()
         after = runtime.stats()
-        numel = sum(
-            p.real.numel() for g in runtime.groups if not g.persistent for p in g.params
-        )
+        numel = sum(p.real.numel() for g in runtime.groups if not g.persistent for p in g.params)
     count = numel * steps
     return (
         (after.read_bytes - before.read_bytes) / count,
@@ -54,10 +52,18 @@ def bytes_per_parameter(
 
 def config_of(drives: Drives, **changes: Any) -> dict[str, Any]:
     return tier_config(
-        **({
-            "params": "nvme", "optimizer": "nvme", "paths": drives(2), "resident_memory": 0,
-            "host_memory": 16 << 20, "persistence_threshold_numel": 2000, "prefetch_bytes": 0,
-        } | changes)
+        **(
+            {
+                "params": "nvme",
+                "optimizer": "nvme",
+                "paths": drives(2),
+                "resident_memory": 0,
+                "host_memory": 16 << 20,
+                "persistence_threshold_numel": 2000,
+                "prefetch_bytes": 0,
+            }
+            | changes
+        )
     )
 
 
@@ -100,9 +106,7 @@ def test_each_further_micro_step_adds_at_most_a_wide_gradient_and_two_passes(dri
 
 
 def test_everything_resident_moves_nothing(drives: Drives) -> None:
-    read, written = bytes_per_parameter(
-        config_of(drives, host_memory=200 << 20, resident_memory=None)
-    )
+    read, written = bytes_per_parameter(config_of(drives, host_memory=200 << 20, resident_memory=None))
     assert read == 0
     assert written == 0
 

@@ -74,7 +74,10 @@ def start(python_env: dict[str, str]) -> Iterator[Start]:
     def begin(update: str, end: str, paths: list[str]) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, "-c", TRAINING, update, end, *paths],
-            env=python_env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=python_env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         processes.append(process)
         return process
@@ -233,7 +236,11 @@ def test_a_runtime_that_was_never_closed_warns_and_its_files_go_with_the_next(
     )
     result = subprocess.run(
         [sys.executable, "-W", "always", "-c", script, *paths],
-        env=python_env, capture_output=True, text=True, timeout=60, check=False,
+        env=python_env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert result.returncode == 0
     assert "not closed" in result.stderr

@@ -25,6 +25,7 @@ from training_rig import (
 import tiermem
 from tiermem.errors import StateError, TierIOError
 from tiermem.io import Fault, FaultKind, Op
+
 Drives = Callable[[int], list[str]]
 pytestmark = pytest.mark.timeout(150)
 
@@ -41,7 +42,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def config_of(name: str, paths: list[str], **changes: Any) -> dict[str, Any]:
     return tier_config(
-        params="nvme", optimizer="nvme", paths=paths, resident_memory=0,
+        params="nvme",
+        optimizer="nvme",
+        paths=paths,
+        resident_memory=0,
         **(CONFIGS[name] | changes),
     )
 
@@ -164,7 +168,13 @@ def check_place(error: TierIOError, op: Op, paths: list[str]) -> None:
     assert context.offset % 4096 == 0
     assert context.length > 0
     assert context.record
-    for part in (context.operation, context.path, str(context.offset), str(context.length), context.record):
+    for part in (
+        context.operation,
+        context.path,
+        str(context.offset),
+        str(context.length),
+        context.record,
+    ):
         assert part in str(error)
 
 
@@ -232,7 +242,10 @@ def test_every_chunk_of_striped_records_on_three_paths(
 ) -> None:
     paths = drives(3)
     config = config_of(
-        name, paths, stripe_bytes=16 << 10, path_weights=[1.0, 2.0, 0.7],
+        name,
+        paths,
+        stripe_bytes=16 << 10,
+        path_weights=[1.0, 2.0, 0.7],
         io={"backend": backend, "chunk_bytes": 16 << 10},
     )
     check_every(name, op, paths, config)
@@ -248,9 +261,7 @@ INVISIBLE = {
 
 @pytest.mark.parametrize("backend", ["libaio", "threads"])
 @pytest.mark.parametrize("kind", INVISIBLE)
-def test_short_and_interrupted_transfers_are_not_seen(
-    kind: str, backend: str, drives: Drives
-) -> None:
+def test_short_and_interrupted_transfers_are_not_seen(kind: str, backend: str, drives: Drives) -> None:
     config = config_of("deferred-spilled", drives(1), io={"backend": backend})
     undisturbed = tell(config, None)
     fault, code = INVISIBLE[kind]

@@ -36,7 +36,11 @@ def resident() -> int:
 
 def config_of(drives: Drives, update: str) -> dict[str, Any]:
     return tier_config(
-        params="nvme", optimizer="nvme", paths=drives(2), host_memory=4 << 20, update=update,
+        params="nvme",
+        optimizer="nvme",
+        paths=drives(2),
+        host_memory=4 << 20,
+        update=update,
         resident_memory=100_000,
     )
 
@@ -63,9 +67,7 @@ def check_flat(drives: Drives, update: str, warm_up: int, count: int) -> None:
         assert after[1] == before[1]
         assert after[2] - before[2] <= 8 << 20  # 200 steps of gradients alone would be 54 MB
         assert len(gc.get_objects()) - objects < 2000
-        assert files == sum(
-            f.stat().st_size for d in run_directories(drives(2)) for f in d.iterdir()
-        )
+        assert files == sum(f.stat().st_size for d in run_directories(drives(2)) for f in d.iterdir())
 
 
 @pytest.mark.parametrize("update", ["deferred", "backward"])
@@ -108,7 +110,9 @@ def test_refused_runs_leave_nothing(drives: Drives) -> None:
     train(tier_config(), Recipe(steps=1))
     before = descriptors(), threads()
     for changes in (
-        {"host_memory": 4096}, {"device_memory": 4096}, {"paths": [*paths, "/nowhere"]},
+        {"host_memory": 4096},
+        {"device_memory": 4096},
+        {"paths": [*paths, "/nowhere"]},
         {"host_memory": 1 << 50},
     ):
         config = tier_config(params="nvme", optimizer="nvme", paths=paths) | changes

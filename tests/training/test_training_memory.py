@@ -62,7 +62,11 @@ def measure(
 ) -> dict[str, int]:
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(layers), update, str(host), *paths],
-        env=env, capture_output=True, text=True, timeout=250, check=False,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
     return dict(json.loads(result.stdout.splitlines()[-1]))

@@ -44,11 +44,17 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "host": {},
     "device": {"params": "device", "optimizer": "device"},
     "nvme": {
-        "params": "nvme", "optimizer": "nvme", "host_memory": 4 << 20, "resident_memory": 0,
+        "params": "nvme",
+        "optimizer": "nvme",
+        "host_memory": 4 << 20,
+        "resident_memory": 0,
         "sub_group_numel": 5000,
     },
     "nvme-backward": {
-        "params": "nvme", "optimizer": "nvme", "host_memory": 4 << 20, "update": "backward",
+        "params": "nvme",
+        "optimizer": "nvme",
+        "host_memory": 4 << 20,
+        "update": "backward",
     },
 }
 
@@ -93,7 +99,11 @@ def test_fp32_losses_fall_on_a_repeated_batch_as_in_torch(drives: Drives) -> Non
     expected = losses_of(model, reference)
     assert expected[-1] < 0.5 * expected[0]
     recipe = Recipe("fp32", options={"lr": 3e-3})
-    with sharded({**config_of("nvme", drives), "compute_dtype": "fp32"}, recipe) as (_, ours, optimizer):
+    with sharded({**config_of("nvme", drives), "compute_dtype": "fp32"}, recipe) as (
+        _,
+        ours,
+        optimizer,
+    ):
         assert losses_of(ours, optimizer) == expected
         assert_same_values(ours, optimizer, model, reference)
 
@@ -190,7 +200,8 @@ def test_odd_sizes_agree_with_torch_within_one_ulp_per_step(placement: str, driv
     ours = Odd()
     ours.load_state_dict(start)
     config = config_of(placement, drives) | {
-        "compute_dtype": "fp32", "persistence_threshold_numel": 20,
+        "compute_dtype": "fp32",
+        "persistence_threshold_numel": 20,
     }
     with tiermem.Runtime(config) as runtime:
         tiermem.shard(ours, runtime)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -67,3 +68,16 @@ def make_twins(make_runtime: MakeRuntime) -> MakeTwins:
 def twins(make_twins: MakeTwins) -> Twins:
     """Twins of the plain model in the hardest configuration."""
     return make_twins()
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """A gloo group of this process alone."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()

@@ -132,20 +132,42 @@ def test_is_executing() -> None:
     assert not compat.is_executing(None)
 
 
+class _Asking(torch.Tensor):
+    """Notes who calls torch functions on it."""
+
+    seen: list[str | None]
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.seen.append(compat.special_caller())
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
 def test_special_caller() -> None:
-    seen: list[bool] = []
+    _Asking.seen = []
+    asking = torch.ones(2).as_subclass(_Asking)
+    asking.sum()
+    assert set(_Asking.seen) == {None}
+    module = nn.Linear(2, 2)
+    module.register_buffer("asking", asking)
+    for convert in (lambda: module.to(torch.float64), lambda: module.to_empty(device="cpu")):
+        _Asking.seen = []
+        convert()
+        assert "Module._apply" in _Asking.seen
+    _Asking.seen = []
+    nn.Parameter(torch.ones(2).as_subclass(_Asking))
+    assert "nn.Parameter" in _Asking.seen
+    assert compat.special_caller() is None
 
-    class Watching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1))
 
-        def _apply(self, fn, recurse=True):
-            return super()._apply(lambda t: (seen.append(compat.special_caller()), fn(t))[1])
-
-    nn.Sequential(Watching()).to(torch.float32)
-    assert seen == ["Module._apply"]
-    assert not compat.special_caller()
+@pytest.mark.usefixtures("process_group")
+def test_special_caller_of_data_parallel() -> None:
+    _Asking.seen = []
+    module = nn.Linear(2, 2)
+    module.weight = nn.Parameter(torch.ones(2, 2).as_subclass(_Asking))
+    _Asking.seen = []
+    torch.nn.parallel.DistributedDataParallel(module)
+    assert "DistributedDataParallel" in _Asking.seen
 
 
 @pytest.mark.parametrize("retain", [True, False])
@@ -171,7 +193,7 @@ def test_backward_retains_graph_by_default_of_create_graph() -> None:
     y = x * x
     y.register_hook(lambda grad: seen.append(compat.backward_retains_graph()))
     torch.autograd.grad(y.sum(), x, create_graph=True)
-    assert seen == ["Module._apply"]
+    assert seen == [True]
 
 
 def test_module_call_frames_are_named_as_expected() -> None:

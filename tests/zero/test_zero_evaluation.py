@@ -26,14 +26,13 @@ EVALUATIONS = [_no_grad, _inference, _grad_not_used]
 
 
 @pytest.mark.parametrize("mode", ["deferred", "backward"])
-@pytest.mark.parametrize("evaluate", EVALUATIONS)
-def test_between_forward_and_backward(make_twins, evaluate, mode: str) -> None:
+def test_between_forward_and_backward(make_twins, mode: str) -> None:
     twins = make_twins(update=mode)
     found = []
     for step in range(3):
         for model, optimizer in twins.both:
             loss = loss_of(model, batch(step))
-            found.append(evaluate(model))
+            found.append([evaluate(model) for evaluate in EVALUATIONS])
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -42,16 +41,15 @@ def test_between_forward_and_backward(make_twins, evaluate, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["deferred", "backward"])
-@pytest.mark.parametrize("evaluate", EVALUATIONS)
 @pytest.mark.parametrize("build", [Plain, Dropout, Convolutions, Attention])
-def test_between_steps(make_twins, build, evaluate, mode: str) -> None:
+def test_between_steps(make_twins, build, mode: str) -> None:
     twins = make_twins(build, update=mode)
     for step in range(3):
         twins.step(step)
         found = []
         for model, _ in twins.both:
             model.eval()
-            found.append(evaluate(model))
+            found.append([evaluate(model) for evaluate in EVALUATIONS])
             model.train()
         assert found[0] == found[1]
     twins.check()

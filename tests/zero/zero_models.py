@@ -414,6 +414,7 @@ class Structure:
     options: dict[str, Any] = field(default_factory=dict)
     modes: tuple[str, ...] = ("deferred", "backward")
     also_ahead: bool = False
+    inexact: tuple[str, ...] = ()  # torch takes its scalar path there
 
 
 STRUCTURES: dict[str, Structure] = {
@@ -425,7 +426,7 @@ STRUCTURES: dict[str, Structure] = {
     "checkpoint": Structure(Checkpointed, also_ahead=True),
     "checkpoint reentrant": Structure(CheckpointedReentrant, modes=("deferred",)),
     # A recompute keeps all its weights at once: two blocks have to fit.
-    "checkpoint pairs": Structure(CheckpointedPairs, options={"device_memory": "160KiB"}),
+    "checkpoint pairs": Structure(CheckpointedPairs, options={"device_memory": "192KiB"}),
     "checkpoint inside": Structure(CheckpointedInside),
     "checkpoint pieces": Structure(CheckpointedPieces),
     "partly frozen": Structure(PartlyFrozen),
@@ -446,7 +447,7 @@ STRUCTURES: dict[str, Structure] = {
     "through parts": Structure(Plain, loss_through_parts),
     "two calls": Structure(Plain, loss_of_two_calls),
     "on root": Structure(OnRoot),
-    "degenerate": Structure(Degenerate),
+    "degenerate": Structure(Degenerate, inexact=("scalar", "single")),
     "custom function": Structure(CustomFunction),
     "custom function outside": Structure(CustomFunctionOutside, options={"device_memory": "1MiB"}),
     "module hooks": Structure(ModuleHooks),

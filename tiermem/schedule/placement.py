@@ -47,6 +47,7 @@ class HostRequest:
     state_itemsize: int  # bytes per element that a slot reads for one element's states
     grad_itemsize: int
     sub_group_numel: int | None
+    transfer_bytes: int  # for groups on their way to or from an accelerator
     stripe_bytes: int  # resident parts are whole stripe units
     resident_limit: int | None
 
@@ -131,7 +132,7 @@ def plan_host(groups: Sequence[GroupSize], request: HostRequest) -> HostPlan:
 
 
 def _fixed_bytes(groups: Sequence[GroupSize], request: HostRequest) -> int:
-    total = 0
+    total = request.transfer_bytes
     for group in groups:
         if group.persistent:
             total += group.grad_bytes

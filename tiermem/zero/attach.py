@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from tiermem.errors import StateError
 from tiermem.schedule.placement import plan_host
+from tiermem.types import round_up
 from tiermem.zero.group import ParamGroup
 from tiermem.zero.plan import existing_size, host_request, slot_itemsizes
 from tiermem.zero.runtime import Runtime
@@ -39,6 +40,8 @@ def attach_optimizer(
             slot_itemsizes([r.layout for group in every for r in group.regions if r.trainable], config),
             total=runtime.host.nbytes,
             free=runtime.host.free_bytes,
+            transfer_bytes=runtime.transfer_groups
+            * max((round_up(group.nbytes) for group in runtime.groups), default=0),
             params_paid=True,
         ),
     )

@@ -14,6 +14,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,6 +37,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class _Retiring:
+    """Host memory that a copy to an accelerator and write-backs still read."""
+
+    block: Block
+    event: torch.Event | None
+    writes: list[Transfer]
+
+    def finished(self) -> bool:
+        return (self.event is None or self.event.query()) and all(w.done() for w in self.writes)
+
+    def finish(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+        for write in self.writes:  # their errors are for whoever owns them
+            write.complete()
+
+
 class GatherScheduler:
     """See [Note: gathering]."""
 
@@ -54,6 +73,7 @@ class GatherScheduler:
         self.trace = UseTrace()
         self.lingering: set[ParamGroup] = set()  # see [Note: held parameters]
         self._lease_writes: deque[Transfer] = deque()
+        self._retiring: deque[_Retiring] = deque()
         self._images: dict[ParamGroup, tuple[torch.Tensor, Block]] = {}
         self.stall_seconds = 0.0
         self.prefetch_hits = 0
@@ -93,7 +113,7 @@ class GatherScheduler:
     def gather(self, group: ParamGroup, *, demand: bool) -> bool:
         """Starts what brings the group into a lease; False if there is no room (not on demand)."""
         if group.lease is None:
-            if not demand and self._would_block(group):
+            if not demand and (self._would_block(group) or not self._can_stage(group)):
                 return False
             lease = self._obtain(group, demand=demand)
             if lease is None:
@@ -146,9 +166,14 @@ class GatherScheduler:
         assert self.pool is not None
         return self.pool.host_addressable
 
+    def _can_stage(self, group: ParamGroup) -> bool:
+        return self._addressable or self._host.largest_free >= round_up(group.nbytes)
+
     def _stage(self, group: ParamGroup) -> torch.Tensor:
         """Host memory for a group on its way to or from an accelerator."""
         block = self._host.allocate(group.nbytes, Purpose.STAGING)
+        while block is None and self.wait_for_release():
+            block = self._host.allocate(group.nbytes, Purpose.STAGING)
         if block is None:
             raise BudgetError(
                 f"staging {group.name!r} needs {format_bytes(group.nbytes)} of host memory; "
@@ -199,15 +224,31 @@ class GatherScheduler:
         group.job = group.transfer = group.pending = None
 
     def _deliver(self, group: ParamGroup) -> None:
-        """Host image to accelerator."""
+        """Host image to accelerator; its memory comes back when the copy and the write-backs that
+        read it are done."""
         staged = self._images.pop(group, None)
         if staged is None or group.lease is None:
             return
         image, block = staged
-        group.lease.tensor[: image.numel()].copy_(image)
-        while self._lease_writes:  # the image may still be written back
-            self._lease_writes.popleft().wait()
-        self._host.free(block)
+        group.lease.tensor[: image.numel()].copy_(image, non_blocking=True)
+        event = None
+        if group.lease.tensor.device.type != "cpu":
+            event = torch.Event(group.lease.tensor.device.type)
+            event.record()
+        self._retiring.append(_Retiring(block, event, list(self._lease_writes)))
+
+    def _retire(self, *, wait: bool) -> bool:
+        """Frees host images that nothing reads any more; with ``wait``, at least the oldest."""
+        freed = False
+        while self._retiring:
+            oldest = self._retiring[0]
+            if wait and not freed:
+                oldest.finish()
+            elif not oldest.finished():
+                break
+            self._host.free(self._retiring.popleft().block)
+            freed = True
+        return freed
 
     def poll(self) -> None:
         """Notices what has finished by itself."""
@@ -217,6 +258,7 @@ class GatherScheduler:
             if group.job is not None and group.job.done.is_set() and group.job.error is None:
                 self._finish_job(group)
                 self._deliver(group)
+        self._retire(wait=False)
         self._store.reap()
 
     def _observe(self, write: Transfer) -> None:
@@ -296,6 +338,8 @@ class GatherScheduler:
         try:
             if self._lease_writes:
                 self._observe(self._lease_writes.popleft())
+                return True
+            if self._retire(wait=True):
                 return True
             if self._pipeline.wait_oldest():
                 self.poll()
@@ -454,6 +498,8 @@ class GatherScheduler:
                 self._lease_writes.popleft().wait()
             except Exception as error:
                 on_error(error)
+        while self._retire(wait=True):
+            pass
         for group in self.groups:
             group.uses = 0
             self._forget(group)

@@ -109,10 +109,14 @@ def host_request(
     *,
     total: int,
     free: int,
+    transfer_bytes: int = 0,
     params_paid: bool = False,
 ) -> HostRequest:
-    """The request to divide ``free`` of ``total`` bytes. ``itemsizes``: of states, of gradients;
-    ``params_paid``: parameters have their memory already."""
+    """The request to divide ``free`` of ``total`` bytes.
+
+    ``itemsizes``: bytes per element of states and of gradients; ``transfer_bytes``: for groups on their
+    way to an accelerator; ``params_paid``: parameters have their memory already.
+    """
     spill = bool(config.paths) and config.uses_nvme
     return HostRequest(
         total=total,
@@ -124,6 +128,7 @@ def host_request(
         state_itemsize=itemsizes[0],
         grad_itemsize=itemsizes[1],
         sub_group_numel=config.sub_group_numel,
+        transfer_bytes=transfer_bytes,
         stripe_bytes=int(config.stripe_bytes),
         resident_limit=int(config.resident_memory) if config.resident_memory is not None else None,
     )
@@ -145,14 +150,18 @@ def plan_for_shard(
     config: TierConfig,
     total: int,
     free: int,
+    transfer_groups: int,
 ) -> tuple[HostPlan, DevicePlan]:
-    """Both budgets, as if AdamW came for everything trainable. Raises `BudgetError`."""
+    """Both budgets, as if AdamW came for everything trainable. ``transfer_groups`` of the largest
+    size may be on their way to an accelerator. Raises `BudgetError`."""
     sizes = [
         group_size(g.layout, [r for r in g.layout.regions if r.trainable], config, small=g.small)
         for g in groups
     ]
     itemsizes = slot_itemsizes([r for g in groups for r in g.layout.regions if r.trainable], config)
-    host = plan_host(sizes, host_request(config, itemsizes, total=total, free=free))
+    transfer = transfer_groups * max((round_up(g.layout.nbytes) for g in groups), default=0)
+    request = host_request(config, itemsizes, total=total, free=free, transfer_bytes=transfer)
+    host = plan_host(sizes, request)
     held = [replace(size, persistent=group.stays) for group, size in zip(groups, sizes, strict=True)]
     states = 0
     if config.optimizer == "device":

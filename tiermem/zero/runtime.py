@@ -125,6 +125,11 @@ class Runtime:
         self.gather.ahead_bytes = plan.ahead_bytes
 
     @property
+    def transfer_groups(self) -> int:
+        """How many groups at a time may be in host memory on their way to an accelerator."""
+        return 0 if self.device.type == "cpu" else 3
+
+    @property
     def device_plan_budget(self) -> int:
         return self.device_plan.budget if self.device_plan is not None else 0
 

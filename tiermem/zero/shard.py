@@ -39,7 +39,13 @@ def shard(
     runtime.check_usable()
     units = plan_units(model, wrap)
     groups = plan_groups(units, runtime.config)
-    host, device = plan_for_shard(groups, runtime.config, runtime.host.nbytes, runtime.host.free_bytes)
+    host, device = plan_for_shard(
+        groups,
+        runtime.config,
+        runtime.host.nbytes,
+        runtime.host.free_bytes,
+        runtime.transfer_groups,
+    )
     names = {module: name for name, module in model.named_modules()}
     initialise = find_initialiser(model, init, names)
     if runtime.gather.pool is None:
