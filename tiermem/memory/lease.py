@@ -53,6 +53,9 @@ class LeasePool(Protocol):
     def holders(self) -> dict[str, int]:
         """Bytes out on loan by label."""
 
+    def room(self) -> tuple[int, int]:
+        """Bytes that are free, and how many of them in one piece."""
+
     def close(self) -> None: ...
 
 
@@ -100,6 +103,9 @@ class ArenaPool:
             result[label] = result.get(label, 0) + block.capacity
         return result
 
+    def room(self) -> tuple[int, int]:
+        return self._arena.free_bytes, self._arena.largest_free
+
     def close(self) -> None:
         self.reclaim()
 
@@ -141,6 +147,10 @@ class AcceleratorPool:
         for _, size, label in self._out:
             result[label] = result.get(label, 0) + size
         return result
+
+    def room(self) -> tuple[int, int]:
+        free = self._budget - sum(size for _, size, _ in self._out)
+        return free, free
 
     def close(self) -> None:
         self.reclaim()

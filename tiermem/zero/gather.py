@@ -195,7 +195,6 @@ class GatherScheduler:
                 self._finish_read(group)
         finally:
             self.stall_seconds += time.perf_counter() - started
-        self._deliver(group)
 
     def _finish_read(self, group: ParamGroup) -> None:
         assert group.transfer is not None
@@ -206,6 +205,7 @@ class GatherScheduler:
             self._runtime.updates.fetch_failed(error)
             raise
         group.transfer = None
+        self._deliver(group)
 
     def _finish_job(self, group: ParamGroup) -> None:
         job = group.job
@@ -222,6 +222,7 @@ class GatherScheduler:
             raise
         self._lease_writes.extend(job.writes)
         group.job = group.transfer = group.pending = None
+        self._deliver(group)
 
     def _deliver(self, group: ParamGroup) -> None:
         """Host image to accelerator; its memory comes back when the copy and the write-backs that
@@ -257,7 +258,6 @@ class GatherScheduler:
         for group in self.groups:
             if group.job is not None and group.job.done.is_set() and group.job.error is None:
                 self._finish_job(group)
-                self._deliver(group)
         self._retire(wait=False)
         self._store.reap()
 
@@ -350,7 +350,6 @@ class GatherScheduler:
             for group in self.groups:
                 if group.transfer is not None and group.uses == 0 and not group.transfer.done():
                     self._finish_read(group)
-                    self._deliver(group)
                     return True
             return False
         finally:
@@ -361,11 +360,13 @@ class GatherScheduler:
         holders = sorted(self.pool.holders().items(), key=lambda item: -item[1])
         named = ", ".join(f"{name} ({format_bytes(size)})" for name, size in holders[:8])
         budget = self._runtime.device_plan_budget
+        free, piece = self.pool.room()
         return (
             f"gathering {group.name!r} needs {format_bytes(group.nbytes)}; device_memory is "
-            f"{format_bytes(budget)} ({budget} bytes) and nothing of it is being released. Held by: "
-            f"{named}. Remedy: raise device_memory, drop references to parameter views, or gather "
-            f"fewer parameters at once"
+            f"{format_bytes(budget)} ({budget} bytes) of which {format_bytes(free)} are free "
+            f"({format_bytes(piece)} in one piece), and nothing is being released. Held by: {named}. "
+            f"Remedy: raise device_memory, drop references to parameter views, or gather fewer "
+            f"parameters at once"
         )
 
     # ---- giving up a lease
@@ -503,3 +504,5 @@ class GatherScheduler:
         for group in self.groups:
             group.uses = 0
             self._forget(group)
+            for param in group.params:
+                param.stop_listening()

@@ -126,10 +126,7 @@ class ShardedParam:
     def listen(self) -> None:
         """(Re-)registers our accumulation hook as the last one, so that users' see the gradient.
         torch takes hooks on parameters with ``requires_grad`` only."""
-        if self._hooks is not None:
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks = None
+        self.stop_listening()
         if not self.real.requires_grad:
             return
         backward = self.group.runtime.backward
@@ -140,6 +137,13 @@ class ShardedParam:
                 )
                 for leaf in (self.real, self.placeholder)
             ]
+
+    def stop_listening(self) -> None:
+        """Removes our hook. torch's garbage collection does not look into such hooks, so one that
+        stays keeps parameter and runtime alive for ever."""
+        for hook in self._hooks or ():
+            hook.remove()
+        self._hooks = None
 
     # ---- ParamHandle (see placeholder.py)
 
