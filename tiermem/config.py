@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -84,8 +85,10 @@ class TierConfig(_Strict):
                 raise ValueError(
                     f"path_weights has {len(self.path_weights)} entries for {len(self.paths)} paths"
                 )
-            if any(not weight > 0 for weight in self.path_weights):
-                raise ValueError(f"path_weights must all be above 0, not {list(self.path_weights)}")
+            if any(not 0 < weight < math.inf for weight in self.path_weights):
+                raise ValueError(
+                    f"path_weights must all be above 0 and finite, not {list(self.path_weights)}"
+                )
         if self.update == "backward" and (self.gradient_clipping or 0) > 0:
             raise ValueError("update: 'backward' cannot clip by the global norm; use 'deferred'")
         if self.update == "backward" and (self.gradient_accumulation_steps or 1) > 1:
@@ -129,6 +132,8 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error}") from error
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
 
@@ -138,7 +143,7 @@ def _explain(problem: Any) -> str:
     key = ".".join(location) or "(whole)"
     if problem["type"] == "extra_forbidden":
         model = IOConfig if location[:-1] == ["io"] else TierConfig
-        near = difflib.get_close_matches(location[-1], model.model_fields, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(location[-1].lower(), model.model_fields, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]!r}?" if near else f"; valid: {', '.join(model.model_fields)}"
         return f"{key}: unknown key{hint}"
     message = problem["msg"].removeprefix("Value error, ")

@@ -137,8 +137,12 @@ def test_a_directory_without_write_permission_is_refused(tmp_path: Path) -> None
     with tempfile.TemporaryDirectory() as directory:  # pytest's own is closed to others
         os.chmod(directory, 0o555)
         result = subprocess.run(
-            [sys.executable, "-c", UNPRIVILEGED, directory], capture_output=True, text=True,
-            timeout=60, check=False, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            [sys.executable, "-c", UNPRIVILEGED, directory],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         )
         assert result.stdout.startswith("ConfigError"), result.stdout + result.stderr
         assert "not writable" in result.stdout

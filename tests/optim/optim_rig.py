@@ -54,12 +54,20 @@ PLACEMENTS = ("host", "nvme", "device")
 
 
 @contextmanager
-def sharded(base: Any, placement: str = "host", **changes: Any) -> Iterator[tuple[tiermem.Runtime, nn.Module]]:
+def sharded(
+    base: Any, placement: str = "host", **changes: Any
+) -> Iterator[tuple[tiermem.Runtime, nn.Module]]:
     """`Net` sharded with everything in ``placement``, below ``base`` where that is nvme."""
     config = {
-        "params": placement, "optimizer": placement, "device": "cpu", "host_memory": 16 << 20,
-        "paths": [str(base)] if placement == "nvme" else [], "persistence_threshold_numel": 300,
-        "resident_memory": 0, "pin_memory": False, **changes,
+        "params": placement,
+        "optimizer": placement,
+        "device": "cpu",
+        "host_memory": 16 << 20,
+        "paths": [str(base)] if placement == "nvme" else [],
+        "persistence_threshold_numel": 300,
+        "resident_memory": 0,
+        "pin_memory": False,
+        **changes,
     }
     with tiermem.Runtime(config) as runtime:
         yield runtime, tiermem.shard(make_net(), runtime)

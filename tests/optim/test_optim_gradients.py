@@ -147,7 +147,11 @@ def test_the_norm_is_that_of_the_accumulated_gradients(tmp_path: Path) -> None:
             loss_of(theirs, step).backward()
             loss_of(ours, step).backward()
             exact = math.sqrt(
-                sum(float(p.grad.double().square().sum()) for p in theirs.parameters() if p.grad is not None)
+                sum(
+                    float(p.grad.double().square().sum())
+                    for p in theirs.parameters()
+                    if p.grad is not None
+                )
             )
             assert optimizer.grad_norm() == pytest.approx(exact, rel=1e-6)
             assert float(optimizer.clip_grad_norm_(1e9)) == pytest.approx(exact, rel=1e-6)

@@ -68,7 +68,8 @@ def test_a_group_added_later_is_updated_from_then_on(placement: str, tmp_path: P
         pair = []
         for model, make in ((theirs, torch.optim.AdamW), (ours, tiermem.optim.AdamW)):
             optimizer = make(
-                [*model.first.parameters(), *model.second.parameters()], lr=1e-2,
+                [*model.first.parameters(), *model.second.parameters()],
+                lr=1e-2,
                 **({"fused": True} if make is torch.optim.AdamW else {}),
             )
             losses = []
@@ -164,8 +165,10 @@ def test_parameters_that_are_not_sharded_are_refused(tmp_path: Path) -> None:
 
 
 def test_parameters_of_two_runtimes_are_refused(tmp_path: Path) -> None:
-    with sharded(tmp_path) as (_, one), sharded(tmp_path) as (_, two), pytest.raises(
-        StateError, match="runtime"
+    with (
+        sharded(tmp_path) as (_, one),
+        sharded(tmp_path) as (_, two),
+        pytest.raises(StateError, match="runtime"),
     ):
         tiermem.optim.AdamW([*one.parameters(), *two.parameters()])
 
@@ -195,14 +198,20 @@ def test_what_is_no_parameters_is_refused(params: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"lr": -1.0}, {"lr": float("nan")}, {"betas": (-0.1, 0.9)}, {"betas": (0.9, 1.0)},
-        {"eps": -1e-8}, {"weight_decay": -0.1}, {"betas": (0.9, float("nan"))},
-        {"lr": torch.tensor(-1.0)}, {"lr": torch.ones(2)},
+        {"lr": -1.0},
+        {"lr": float("nan")},
+        {"betas": (-0.1, 0.9)},
+        {"betas": (0.9, 1.0)},
+        {"eps": -1e-8},
+        {"weight_decay": -0.1},
+        {"betas": (0.9, float("nan"))},
+        {"lr": torch.tensor(-1.0)},
+        {"lr": torch.ones(2)},
     ],
     ids=str,
 )
 def test_wrong_hyperparameters_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
-    (key, value), = options.items()
+    ((key, value),) = options.items()
     with sharded(tmp_path) as (_, model):
         with pytest.raises(ConfigError, match=key):
             tiermem.optim.AdamW(model.parameters(), **options)

@@ -52,7 +52,9 @@ def run(model: Any, optimizer: Any, make: Make, steps: int = 6) -> tuple[list[fl
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_scheduler_gives_the_bits_it_gives_in_torch(name: str, tmp_path: Path) -> None:
     theirs = make_net()
-    expected = run(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True), SCHEDULERS[name])
+    expected = run(
+        theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True), SCHEDULERS[name]
+    )
     placement = PLACEMENTS[list(SCHEDULERS).index(name) % 3]
     with sharded(tmp_path, placement) as (_, ours):
         got = run(ours, tiermem.optim.AdamW(ours.parameters(), lr=1e-2), SCHEDULERS[name])

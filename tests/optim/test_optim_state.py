@@ -132,7 +132,8 @@ def test_pickle_and_deepcopy_hold_everything(tmp_path: Path) -> None:
     with sharded(tmp_path, "nvme") as (_, model):
         _, their, optimizer = trained_pair(model)
         copies = [
-            pickle.loads(pickle.dumps(optimizer.state_dict())), copy.deepcopy(optimizer.state_dict())
+            pickle.loads(pickle.dumps(optimizer.state_dict())),
+            copy.deepcopy(optimizer.state_dict()),
         ]
         take_step(model, optimizer, 9)
     for copied in copies:

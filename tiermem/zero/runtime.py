@@ -24,6 +24,7 @@ from tiermem.memory.budget import check_host_budget, default_host_budget
 from tiermem.memory.lease import AcceleratorPool, ArenaPool, LeasePool
 from tiermem.memory.ledger import Ledger
 from tiermem.schedule.placement import DevicePlan
+from tiermem.store.rundir import check_paths
 from tiermem.store.store import TieredStore
 from tiermem.types import ALIGNMENT, Tier
 from tiermem.zero.backward import BackwardTracker
@@ -59,6 +60,8 @@ class Runtime:
         self.device = _device(self.config)
         budget = int(self.config.host_memory or default_host_budget())
         check_host_budget(budget)
+        paths = self.config.paths if self.config.uses_nvme else ()
+        check_paths(paths)
         self.ledger = Ledger({Tier.HOST: budget, Tier.DEVICE: 1 << 62})
         self.kernels = open_kernels()
         self.host = Arena(
@@ -69,12 +72,12 @@ class Runtime:
             device=self.device.type,
         )
         io = self.config.io
-        self.engine = open_engine(io.backend, self.config.paths[0] if self.config.paths else None)
+        self.engine = open_engine(io.backend, paths[0] if paths else None)
         try:
             self.store = TieredStore(
                 self.engine,
                 self.host,
-                paths=self.config.paths if self.config.uses_nvme else (),
+                paths=paths,
                 weights=self.config.path_weights if self.config.uses_nvme else None,
                 stripe_bytes=int(self.config.stripe_bytes),
                 queue_options=QueueOptions(int(io.chunk_bytes), io.read_depth, io.write_depth),
