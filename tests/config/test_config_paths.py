@@ -90,7 +90,7 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_dev_null_is_refused() -> None:
-    with pytest.raises(ConfigError, match="/dev/null.*not a directory"):
+    with pytest.raises(ConfigError, match=r"/dev/null.*not a directory"):
         tiermem.Runtime(config_of("/dev/null"))
 
 

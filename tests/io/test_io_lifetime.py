@@ -88,7 +88,7 @@ def test_fork(rig: RigMaker) -> None:
             try:
                 request.wait()
             except StateError as error:
-                assert "fork" in str(error)  # noqa: PT017
+                assert "fork" in str(error)
         requests.clear()
         one.engine.close()
         fresh = make_engine(one.engine.name)

@@ -38,7 +38,8 @@ def inputs(step: int) -> torch.Tensor:
 
 
 def loss_of(model: nn.Module, step: int, **options: Any) -> torch.Tensor:
-    result: torch.Tensor = model(inputs(step), **options).float().square().mean()
+    x = inputs(step).to(next(model.parameters()).dtype)
+    result: torch.Tensor = model(x, **options).float().square().mean()
     return result
 
 

@@ -89,7 +89,7 @@ def test_setting_grad_to_a_tensor_uses_it(tmp_path: Path) -> None:
             opt.step()
             opt.zero_grad()
         assert_equal_to(ours, theirs)
-        with pytest.raises((TierMemError, RuntimeError), match="shape|size"):
+        with pytest.raises((TierMemError, RuntimeError), match=r"shape|size"):
             ours.first.weight.grad = torch.ones(3)
 
 
@@ -197,7 +197,7 @@ def test_a_norm_that_is_not_finite(value: float, tmp_path: Path) -> None:
         optimizer = tiermem.optim.AdamW(model.parameters())
         loss_of(model, 0).backward()
         model.first.bias.grad = torch.full((256,), value)
-        with pytest.raises((StateError, RuntimeError), match="nan|inf"):
+        with pytest.raises((StateError, RuntimeError), match=r"nan|inf"):
             optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
         assert not math.isfinite(float(optimizer.clip_grad_norm_(1.0)))
         optimizer.zero_grad()

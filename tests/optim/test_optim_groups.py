@@ -131,7 +131,7 @@ def test_the_same_parameter_twice_is_refused(tmp_path: Path) -> None:
 def test_two_optimizers_on_one_unit_are_refused_with_its_name(tmp_path: Path) -> None:
     with sharded(tmp_path) as (_, model):
         first = tiermem.optim.AdamW(model.first.parameters())
-        with pytest.raises(StateError, match="first.*optimizer already"):
+        with pytest.raises(StateError, match=r"first.*optimizer already"):
             tiermem.optim.AdamW(model.parameters())
         second = tiermem.optim.AdamW([*model.second.parameters(), *model.branch.parameters()])
         for step in range(2):
@@ -143,7 +143,7 @@ def test_two_optimizers_on_different_units_work_as_in_torch(tmp_path: Path) -> N
     def run(model: Any, make: Any) -> None:
         first = make(model.first.parameters(), lr=1e-2)
         rest = make([*model.second.parameters(), *model.branch.parameters()], lr=1e-3)
-        for step in range(3):
+        for _ in range(3):
             model(torch.ones(2, 64)).square().mean().backward()
             for optimizer in (first, rest):
                 optimizer.step()

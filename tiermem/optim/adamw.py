@@ -74,9 +74,6 @@ class AdamW(torch.optim.Optimizer):
         maximize: bool = False,
         runtime: Runtime | None = None,
     ) -> None:
-        _check_hyper(float(lr), betas, eps, weight_decay)
-        if amsgrad:
-            raise ConfigError("amsgrad=True is not supported (a third moment); use amsgrad=False")
         self._rule = AdamWRule()
         self._runtime = runtime
         self._clip_factor = 1.0
@@ -89,6 +86,7 @@ class AdamW(torch.optim.Optimizer):
             "eps": eps,
             "weight_decay": weight_decay,
             "maximize": maximize,
+            "amsgrad": amsgrad,
         }
         super().__init__(params, defaults)
         self.state = LazyStates(  # type: ignore[assignment]
@@ -99,10 +97,10 @@ class AdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters; those without gradients (frozen) get no states."""
+        _check_options({**self.defaults, **param_group})
         before = {id(p) for group in self.param_groups for p in group["params"]}
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        _check_hyper(float(group["lr"]), group["betas"], group["eps"], group["weight_decay"])
         fresh = [p for p in group["params"] if id(p) not in before]
         runtime = self._find_runtime(fresh)
         touched: dict[ParamGroup, None] = {}
@@ -239,10 +237,10 @@ class AdamW(torch.optim.Optimizer):
             )
         if not max_norm >= 0:
             raise ConfigError(f"max_norm is {max_norm}; it must be at least 0")
-        norm = self.grad_norm()
+        norm = self.grad_norm() * self._clip_factor  # an earlier call has scaled them already
         if error_if_nonfinite and not math.isfinite(norm):
             raise StateError(f"the gradient norm is {norm}; pass error_if_nonfinite=False to go on")
-        self._clip_factor = min(1.0, max_norm / (norm + 1e-6)) if not math.isnan(norm) else math.nan
+        self._clip_factor *= min(1.0, max_norm / (norm + 1e-6)) if not math.isnan(norm) else math.nan
         return torch.tensor(norm, dtype=torch.float64)
 
     def grad_norm(self) -> float:
@@ -303,6 +301,8 @@ class AdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes a state of this class or of `torch.optim.AdamW` over the same parameters in the same
         order. ``master`` (fp32), where present, becomes the master and the parameter."""
+        if "param_groups" not in state_dict or "state" not in state_dict:
+            raise StateError("a state has the keys 'state' and 'param_groups'; this one lacks some")
         saved = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in self.param_groups]
         if [len(group["params"]) for group in saved] != sizes:
@@ -310,39 +310,67 @@ class AdamW(torch.optim.Optimizer):
                 f"the loaded state has parameter groups of sizes "
                 f"{[len(group['params']) for group in saved]}, this optimizer has {sizes}"
             )
+        for group, loaded in zip(self.param_groups, saved, strict=True):
+            _check_options({**group, **loaded})
+        positions = itertools.chain.from_iterable(group["params"] for group in saved)
+        handles = [self._handles[id(param)] for param in self._all_params()]
+        found = {
+            handle: state_dict["state"][position]
+            for position, handle in zip(positions, handles, strict=True)
+            if position in state_dict["state"]
+        }
+        for handle, state in found.items():
+            _check_state(handle, state)
         self._rt.drain()
         for group, loaded in zip(self.param_groups, saved, strict=True):
             group.update({k: v for k, v in loaded.items() if k != "params"})
-        positions = list(itertools.chain.from_iterable(group["params"] for group in saved))
-        for position, param in zip(positions, self._all_params(), strict=True):
-            if position in state_dict["state"]:
-                self._load_one(self._handles[id(param)], state_dict["state"][position])
+        for handle in handles:
+            self._load_one(handle, found.get(handle))
 
-    def _load_one(self, param: ShardedParam, saved: Mapping[str, Any]) -> None:
+    def _load_one(self, param: ShardedParam, saved: Mapping[str, Any] | None) -> None:
+        """Takes one parameter's state; without one it starts anew, as in torch."""
         region = param.group.regions[param.segment.region]
-        for key, name in (("exp_avg", Field.EXP_AVG), ("exp_avg_sq", Field.EXP_AVG_SQ)):
-            value = saved[key]
-            if tuple(value.shape) != tuple(param.spec.shape):
-                raise StateError(
-                    f"{key} of {param.name!r} has shape {tuple(value.shape)}, the parameter has "
-                    f"{tuple(param.spec.shape)}"
-                )
-            self._rt.states.write(region, name, param, _flat(value, param))
-        if "master" in saved and Field.MASTER_LO in region.states:
+        for key, name in _KEYS.items():
+            if saved is not None:
+                self._rt.states.write(region, name, param, _flat(saved[key], param))
+            elif name in region.initialised:
+                self._rt.states.edit(region, name, param, lambda t: t.zero_())
+        if saved is not None and "master" in saved and Field.MASTER_LO in region.states:
             set_full_master(param.placeholder, saved["master"])
-        param.steps = int(saved["step"])
+        param.steps = int(saved["step"]) if saved is not None else 0
+
+
+_KEYS = {"exp_avg": Field.EXP_AVG, "exp_avg_sq": Field.EXP_AVG_SQ}
+
+
+def _check_state(param: ShardedParam, saved: Mapping[str, Any]) -> None:
+    """Raises `StateError` if ``saved`` is not a state of ``param``."""
+    missing = [key for key in ("step", *_KEYS) if key not in saved]
+    if missing:
+        raise StateError(f"the loaded state of {param.name!r} lacks {', '.join(missing)}")
+    for key in (*_KEYS, "master"):
+        if key in saved and tuple(saved[key].shape) != tuple(param.spec.shape):
+            raise StateError(
+                f"{key} of {param.name!r} has shape {tuple(saved[key].shape)}, the parameter has "
+                f"{tuple(param.spec.shape)}"
+            )
 
 
 def _flat(value: torch.Tensor, param: ShardedParam) -> torch.Tensor:
     return flatten_like(value.detach().to(device="cpu", dtype=torch.float32), param.spec.stride)
 
 
-def _check_hyper(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    if not lr >= 0:
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for options of a parameter group that cannot work."""
+    lr, betas = options["lr"], options["betas"]
+    if options.get("amsgrad"):
+        raise ConfigError("amsgrad=True is not supported (a third moment); use amsgrad=False")
+    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+        raise ConfigError(f"lr is a tensor of {lr.numel()} elements; it must be a number")
+    if not float(lr) >= 0:
         raise ConfigError(f"lr is {lr}; it must be at least 0")
-    if not eps >= 0:
-        raise ConfigError(f"eps is {eps}; it must be at least 0")
+    for name in ("eps", "weight_decay"):
+        if not options[name] >= 0:
+            raise ConfigError(f"{name} is {options[name]}; it must be at least 0")
     if not all(0 <= beta < 1 for beta in betas):
         raise ConfigError(f"betas are {betas}; each must be at least 0 and below 1")
-    if not weight_decay >= 0:
-        raise ConfigError(f"weight_decay is {weight_decay}; it must be at least 0")

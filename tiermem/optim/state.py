@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -32,7 +33,8 @@ class LazyState(Mapping[str, Any]):
         return f"LazyState({', '.join(self._loaders)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (dict, (list(self.items()),))
+        # An OrderedDict, filled item by item: what torch.load(weights_only=True) accepts.
+        return (OrderedDict, (), None, None, iter(self.items()))
 
     def __deepcopy__(self, memo: Any) -> dict[str, Any]:
         return dict(self.items())
@@ -61,7 +63,7 @@ class LazyStates(Mapping[Any, LazyState]):
         return sum(1 for _ in self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (dict, (list(self.items()),))
+        return (OrderedDict, (), None, None, iter(self.items()))
 
     def __deepcopy__(self, memo: Any) -> dict[Any, Any]:
         return {key: dict(value.items()) for key, value in self.items()}
