@@ -49,6 +49,7 @@ def attach_optimizer(
         runtime.pipeline.configure(plan.num_slots, plan.slot_bytes, plan.sub_group_numel)
     if plan.num_staging:
         runtime.gradients.add_staging(plan.num_staging, plan.staging_bytes)
+    runtime.gradients.spills = not runtime.updates.in_backward and config.uses_nvme
     runtime.gradients.may_widen = (
         not runtime.updates.in_backward and config.gradient_accumulation_steps != 1
     )

@@ -204,6 +204,7 @@ class BackwardTracker:
         self._runtime.forward.pass_over = True
         for group in [*self._live, *(g for g in self._accumulated if g not in self._live)]:
             self._finish(group)
+        self._runtime.gradients.reap()
         self._runtime.gather.poll()
         self._runtime.gather.prefetch()
 

@@ -259,7 +259,8 @@ class GatherScheduler:
             if group.job is not None and group.job.done.is_set() and group.job.error is None:
                 self._finish_job(group)
         self._retire(wait=False)
-        self._store.reap()
+        with self._runtime.failed_writes_tear():
+            self._store.reap()
 
     def _observe(self, write: Transfer) -> None:
         try:

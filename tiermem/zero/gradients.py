@@ -104,6 +104,7 @@ class GradientStore:
         self._arena = arena
         self._kernels = kernels
         self.start_wide = False  # several micro-steps are declared
+        self.spills = True  # gradients are kept until a deferred update
         self.may_widen = True  # one micro-step is not declared
         self._holding: dict[GroupGradient, None] = {}  # of staging buffers
         self._kept_free: dict[tuple[ParamGroup, bool], Block] = {}
@@ -244,6 +245,8 @@ class GradientStore:
             with self._lock:
                 own.transfer = None
                 release = own.used or (transfer.error is None and not keep and not own.pinned)
+            if transfer.error is not None:  # the next spill gets another place
+                own.group.gradient_record = None
             if release:
                 self._release_block(own)
 
@@ -353,13 +356,22 @@ class GradientStore:
         own = group.gradient
         if own is None or not own.staged or own.tensor is None or own.transfer is not None:
             return
-        if group.gradient_record is None:  # updated inside backward or at step()
-            return
+        if group.gradient_record is None:
+            if not self.spills:  # updated inside backward or at step()
+                return
+            self.add_record(group)
+        assert group.gradient_record is not None
         assert own.block is not None
         own.transfer = self._store.write(
             group.gradient_record, 0, own.nbytes, own.block.address, owner=own.tensor
         )
         self._spilling.append(own)
+
+    def reap(self) -> None:
+        """Settles spills that are over. Raises the error of one that failed."""
+        for own in list(self._spilling):
+            if own.transfer is not None and own.transfer.done():
+                self._settle_spill(own)
 
     def _release_block(self, own: GroupGradient) -> None:
         with self._lock:

@@ -6,7 +6,8 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from tiermem.config import TierConfig, load_config
-from tiermem.errors import ConfigError, StateError
+from tiermem.errors import ConfigError, StateError, TierIOError
 from tiermem.io import open_engine
 from tiermem.io.base import QueueOptions
 from tiermem.kernels import open_kernels
@@ -26,7 +27,7 @@ from tiermem.memory.ledger import Ledger
 from tiermem.schedule.placement import DevicePlan
 from tiermem.store.rundir import check_paths
 from tiermem.store.store import TieredStore
-from tiermem.types import ALIGNMENT, Tier
+from tiermem.types import ALIGNMENT, Field, Tier
 from tiermem.zero.backward import BackwardTracker
 from tiermem.zero.forward import ForwardTracker
 from tiermem.zero.gather import GatherScheduler
@@ -151,8 +152,9 @@ class Runtime:
                 "this process was forked from the one that owns the runtime. Remedy: use 'spawn', or "
                 "keep sharded models out of worker processes"
             )
-        if self.pipeline.failure is not None:
+        if self.pipeline.failure is not None and self._torn is None:
             self.mark_torn(self.pipeline.failure)
+            raise self.pipeline.failure  # once, with where it happened; StateError from then on
         if self._torn is not None:
             raise StateError(self._torn)
 
@@ -164,6 +166,17 @@ class Runtime:
                 f"some parameters are new and some old. Remedy: start a new run from a checkpoint"
             )
             logger.error("%s", self._torn)
+
+    @contextmanager
+    def failed_writes_tear(self) -> Iterator[None]:
+        """Around calls that may raise a failed write nobody waited for: unless it was a gradient,
+        which is still in memory, the run is TORN."""
+        try:
+            yield
+        except TierIOError as error:
+            if not error.context.record.endswith(f"/{Field.GRAD.value}"):
+                self.mark_torn(error)
+            raise
 
     @property
     def torn(self) -> bool:
@@ -181,7 +194,8 @@ class Runtime:
             self.gather.settle(group)
         self.gather.finish_writes()
         self.pipeline.settle()
-        self.store.drain()
+        with self.failed_writes_tear():
+            self.store.drain()
         self.check_usable()
 
     def stats(self) -> RuntimeStats:
