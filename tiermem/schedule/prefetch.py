@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 
 
@@ -34,6 +35,5 @@ def choose_victim(
     of unknown use first; None if none is used later than ``not_before`` uses from now."""
     if not candidates:
         return None
-    far = len(distance) + max(distance.values(), default=0) + 1
-    victim = max(candidates, key=lambda group: distance.get(group, far))
-    return victim if distance.get(victim, far) > not_before else None
+    victim = max(candidates, key=lambda group: distance.get(group, sys.maxsize))
+    return victim if distance.get(victim, sys.maxsize) > not_before else None

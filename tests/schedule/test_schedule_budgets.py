@@ -1,0 +1,91 @@
+"""Divided budgets: nothing above the budget, and the smallest that is named is exact."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiermem.errors import BudgetError
+from tiermem.schedule.placement import GroupSize, HostRequest, plan_device, plan_host
+from tiermem.types import Tier, round_up
+
+
+def size_of(numel: int, trainable: bool, persistent: bool) -> GroupSize:
+    count = numel if trainable else 0
+    return GroupSize(
+        param_bytes=round_up(numel * 2),
+        trainable_numel=count,
+        state_bytes=round_up(count * 4) * 2 + round_up(count * 2),
+        grad_bytes=round_up(count * 2),
+        staged_bytes=round_up(count * 4),
+        persistent=persistent,
+    )
+
+
+GROUPS = st.lists(
+    st.builds(size_of, st.integers(1, 3_000_000), st.booleans(), st.booleans()), min_size=1, max_size=8
+)
+REQUESTS = st.builds(
+    HostRequest,
+    total=st.just(1 << 40),
+    budget=st.just(1 << 40),
+    params=st.sampled_from(list(Tier)),
+    optimizer=st.sampled_from(list(Tier)),
+    spill_allowed=st.booleans(),
+    keep_gradients=st.booleans(),
+    state_itemsize=st.just(10),
+    grad_itemsize=st.just(4),
+    sub_group_numel=st.one_of(st.none(), st.integers(4096, 1 << 20)),
+    transfer_bytes=st.sampled_from([0, 1 << 20]),
+    stripe_bytes=st.just(1 << 20),
+    resident_limit=st.one_of(st.none(), st.just(0)),
+)
+
+
+def planned_bytes(groups: list[GroupSize], request: HostRequest, plan) -> float:
+    total = request.transfer_bytes + plan.num_slots * plan.slot_bytes
+    total += plan.num_staging * plan.staging_bytes
+    for index, group in enumerate(groups):
+        if group.persistent:
+            total += group.grad_bytes
+            total += group.state_bytes if request.optimizer is not Tier.DEVICE else 0
+            continue
+        if request.params is Tier.HOST:
+            total += group.param_bytes
+        if request.optimizer is Tier.HOST:
+            total += group.state_bytes
+        if index in plan.kept_gradients:
+            total += group.grad_bytes
+        if request.params is Tier.NVME:
+            total += group.param_bytes * plan.param_fraction
+        if request.optimizer is Tier.NVME:
+            total += group.state_bytes * plan.state_fraction
+    return total
+
+
+@given(GROUPS, REQUESTS, st.integers(0, 300 << 20))
+def test_all_parts_fit_and_the_smallest_budget_is_exact(groups, request, extra: int) -> None:
+    smallest = plan_host(groups, request).smallest_budget
+    for budget in (smallest, smallest + extra):
+        asked = replace(request, total=budget, budget=budget)
+        plan = plan_host(groups, asked)
+        assert planned_bytes(groups, asked, plan) <= budget
+    if smallest:
+        with pytest.raises(BudgetError, match=str(smallest)):
+            plan_host(groups, replace(request, total=smallest - 1, budget=smallest - 1))
+
+
+@given(GROUPS, st.integers(0, 1 << 24), st.one_of(st.none(), st.integers(0, 1 << 24)))
+def test_device_budget(groups, extra: int, prefetch: int | None) -> None:
+    working = max((g.param_bytes for g in groups if not g.persistent), default=0)
+    smallest = plan_device(groups, working, None, prefetch).smallest_budget
+    plan = plan_device(groups, working, smallest + extra, prefetch)
+    assert plan.persistent_bytes + working + plan.ahead_bytes <= plan.budget
+    if prefetch is not None:
+        assert plan.ahead_bytes <= prefetch
+    if smallest:
+        with pytest.raises(BudgetError, match=str(smallest)):
+            plan_device(groups, working, smallest - 1, prefetch)
