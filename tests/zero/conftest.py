@@ -19,6 +19,15 @@ MakeRuntime = Callable[..., tiermem.Runtime]
 MakeTwins = Callable[..., Twins]
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Torch's own threads only spin beside such small models."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def make_runtime(tmp_path: Path) -> Iterator[MakeRuntime]:
     """Makes runtimes of `settings` with changes, and closes them at the end of the test."""
