@@ -24,7 +24,7 @@ class Net(nn.Module):
         self.branch = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, branch: bool = True) -> torch.Tensor:
-        y: torch.Tensor = self.second(torch.tanh(self.first(x)))
+        y: torch.Tensor = self.second(torch.tanh(self.first(x.to(self.first.weight.dtype))))
         return self.branch(y) if branch else y
 
 

@@ -48,7 +48,7 @@ def assert_spills(runtime: tiermem.Runtime, expected: bool) -> None:
 
 
 @pytest.mark.parametrize("declared", [True, False])
-@pytest.mark.parametrize("micro_steps", [1, 2, 3, 4])
+@pytest.mark.parametrize("micro_steps", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("how", HOW)
 def test_fp32_is_bit_equal_to_torch(how: str, micro_steps: int, declared: bool, drives: Drives) -> None:
     recipe = Recipe("fp32", steps=3, micro_steps=micro_steps)

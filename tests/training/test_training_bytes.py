@@ -18,8 +18,12 @@ MODEL = GPTConfig(num_layers=4, hidden_size=256, num_heads=4, context=32)
 """3.3 million parameters: 4096-byte padding is below a percent."""
 
 
+STEPS = 8
+"""Counted ones; they begin and end with nothing pending and nothing in flight."""
+
+
 def bytes_per_parameter(
-    config: dict[str, Any], micro_steps: int = 1, steps: int = 3
+    config: dict[str, Any], micro_steps: int = 1, steps: int = STEPS
 ) -> tuple[float, float]:
     """Read and written per sharded parameter and step; the first two steps do not count."""
     data = batches((steps + 2) * micro_steps)
@@ -67,7 +71,7 @@ def config_of(drives: Drives, **changes: Any) -> dict[str, Any]:
     )
 
 
-SLACK = 0.35
+SLACK = 0.2
 """Bytes per parameter: records are read and written in whole blocks of 4096."""
 
 
@@ -79,10 +83,12 @@ def test_update_in_backward_reads_14_and_writes_12(drives: Drives) -> None:
 
 
 def test_deferred_with_spilled_gradients_reads_16_and_writes_14(drives: Drives) -> None:
-    """A parameter that still lies in device memory when it is updated need not be read again."""
+    """A forward and the updates under it read a parameter once; the first forward, which has none
+    under it, and the last updates, which have no forward, read it twice."""
     read, written = bytes_per_parameter(config_of(drives))
-    assert read <= 16 + SLACK
+    assert read <= 16 + 2 / STEPS + SLACK
     assert written == pytest.approx(14, abs=SLACK)
+    assert read >= 12
 
 
 def test_deferred_with_gradients_in_memory_reads_14_and_writes_12(drives: Drives) -> None:
@@ -94,15 +100,14 @@ def test_deferred_with_gradients_in_memory_reads_14_and_writes_12(drives: Drives
 
 
 def test_each_further_micro_step_adds_at_most_a_wide_gradient_and_two_passes(drives: Drives) -> None:
-    """+4 read and +4 written for fp32 sums; +2 +2 read because parameters are gathered again, and the
+    """+4 read and +4 written for fp32 sums; +4 read because parameters are gathered twice more, and the
     first sum is wide too (+2 each)."""
-    one = bytes_per_parameter(config_of(drives))
     for declared in (2, None):
         two = bytes_per_parameter(
             config_of(drives, gradient_accumulation_steps=declared), micro_steps=2
         )
-        assert two[0] <= one[0] + 4 + 4 + 2 + SLACK
-        assert two[1] <= one[1] + 4 + 2 + SLACK
+        assert two[0] <= 16 + 2 / STEPS + 4 + 2 + 4 + SLACK
+        assert two[1] <= 14 + 4 + 2 + SLACK
 
 
 def test_everything_resident_moves_nothing(drives: Drives) -> None:

@@ -98,7 +98,7 @@ def await_line(process: subprocess.Popen[str], text: str) -> None:
     raise AssertionError(f"ended before {text!r}: {process.stderr.read()}")
 
 
-@pytest.mark.parametrize("update", ["deferred", "backward"])
+@pytest.mark.parametrize("update", ["deferred", pytest.param("backward", marks=pytest.mark.slow)])
 def test_a_killed_run_is_reclaimed_by_the_next(update: str, start: Start, drives: Drives) -> None:
     paths = drives(2)
     process = start(update, "kill", paths)
@@ -160,7 +160,7 @@ def test_two_runtimes_in_one_process_on_one_path_do_not_meet(drives: Drives) -> 
         assert digest(losses[1], *second[1:]) == expected
 
 
-@pytest.mark.parametrize("update", ["deferred", "backward"])
+@pytest.mark.parametrize("update", ["deferred", pytest.param("backward", marks=pytest.mark.slow)])
 def test_an_interrupt_in_the_middle_of_a_step_ends_with_the_files_removed(
     update: str, start: Start, drives: Drives
 ) -> None:

@@ -4,6 +4,7 @@ the same bits or the run is TORN and refuses everything. Never silently wrong, n
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from torch import nn
 from training_rig import (
     Recipe,
     batches,
+    best_backend,
     digest,
     make_model,
     run_directories,
@@ -28,6 +30,15 @@ from tiermem.io import Fault, FaultKind, Op
 
 Drives = Callable[[int], list[str]]
 pytestmark = pytest.mark.timeout(150)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Without the error in the log of every torn run."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
 
 DATA = batches(3)
 DISTURBED = 1  # the step that the fault falls into
@@ -190,6 +201,9 @@ def check_every(
     for nth in range(0, count, stride):
         try:
             story = tell(config, Fault(op, nth, FaultKind.ERROR, errno.EIO))
+            done = story.reads if op is Op.READ else story.writes
+            if story.value == undisturbed.value and not story.errors and done <= nth:
+                continue  # this time there were fewer: how much is fetched again depends on timing
             assert story.errors, "the error was lost"
             for error in story.errors:
                 check_place(error, op, paths)
@@ -219,7 +233,9 @@ NAMES = [
 def test_every_failed_read_raises_and_then_goes_on_or_is_torn(name: str, drives: Drives) -> None:
     paths = drives(1)
     went_on, torn = check_every(name, Op.READ, paths, config_of(name, paths))
-    if name != "backward":  # nothing was written when a read failed before the first write
+    if "sub_group_numel" in CONFIGS[name]:  # a group's later slices are read after earlier were written
+        assert went_on > 0
+    elif name != "backward":  # nothing was written when a read failed before the first write
         assert went_on > torn
 
 
@@ -266,7 +282,7 @@ def test_short_and_interrupted_transfers_are_not_seen(kind: str, backend: str, d
     undisturbed = tell(config, None)
     fault, code = INVISIBLE[kind]
     for op in Op:
-        for nth in range(0, 20, 7):
+        for nth in (0, 13):
             story = tell(config, Fault(op, nth, fault, code, repeat=3))
             assert story.errors == []
             assert story.refusal is None
@@ -307,3 +323,23 @@ def test_errors_at_the_very_end_are_raised_by_close(drives: Drives) -> None:
         runtime.close()
     runtime.close()
     assert run_directories(paths) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_was_read_for_a_failed_update_does_not_disturb_its_repetition(drives: Drives) -> None:
+    """The other reads of the failed slice may still be in flight when it is tried again: many times,
+    since it takes a rare order of completions."""
+    paths = drives(3)
+    config = config_of(
+        "deferred-kept",
+        paths,
+        stripe_bytes=16 << 10,
+        path_weights=[1.0, 2.0, 0.7],
+        io={"backend": best_backend(), "chunk_bytes": 16 << 10},
+    )
+    expected = tell(config, None).value
+    for number in range(400):
+        story = tell(config, Fault(Op.READ, 4 * (number % 3), FaultKind.ERROR, errno.EIO))
+        assert story.refusal is None
+        assert story.value == expected, number

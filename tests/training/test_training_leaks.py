@@ -72,7 +72,7 @@ def check_flat(drives: Drives, update: str, warm_up: int, count: int) -> None:
 
 @pytest.mark.parametrize("update", ["deferred", "backward"])
 def test_nothing_grows_over_steps(update: str, drives: Drives) -> None:
-    check_flat(drives, update, 20, 50)
+    check_flat(drives, update, 15, 40)
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ def test_nothing_grows_over_200_steps(update: str, drives: Drives) -> None:
 
 def test_nothing_grows_over_20_runtimes(drives: Drives) -> None:
     config = config_of(drives, "deferred")
-    recipe = Recipe(steps=2)
+    recipe = Recipe(steps=1)
     for _ in range(3):
         train(config, recipe)
     before = descriptors(), threads(), resident()

@@ -82,7 +82,7 @@ def allowance(layers: int) -> int:
     return activations + block * (2 * 4 + 2) + (48 << 20)
 
 
-@pytest.mark.parametrize("update", ["deferred", "backward"])
+@pytest.mark.parametrize("update", ["deferred", pytest.param("backward", marks=pytest.mark.slow)])
 def test_peak_memory_is_budgets_and_a_constant(
     update: str, tmp_path: Path, python_env: dict[str, str]
 ) -> None:

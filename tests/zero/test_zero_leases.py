@@ -143,3 +143,17 @@ def test_a_view_keeps_its_values_after_updates_of_its_group(make_twins) -> None:
     twins.steps(3)
     assert not view.isnan().any()
     twins.check()
+
+
+def test_two_groups_fit_wherever_earlier_leases_lay(make_runtime) -> None:
+    """Room for two blocks and little more: what was gathered before leaves it in pieces."""
+    runtime = make_runtime(device_memory="160KiB")
+    model = Plain()
+    tiermem.shard(model, runtime)
+    with torch.no_grad():
+        for _ in range(3):
+            for small in (model.embedding, model.head):
+                small.weight.sum()
+                torch.add(model.blocks[0].up.weight, model.blocks[3].up.weight)
+                with tiermem.gathered([model.blocks[1].up.weight, model.blocks[2].up.weight]):
+                    pass

@@ -6,8 +6,9 @@ write-after-read and write-after-write per record without any barrier between re
 lock is never held while waiting, so the other thread's transfers go on.
 
 [Note: failed writes] A failed write leaves its record undefined. The record is then ``failed`` and
-cannot be read until writes after the failure have covered all of it. The error is raised where the
-transfer is waited for or else by the next `reap`, `drain` or `close`: it is never dropped.
+cannot be read until writes after the failure have covered all of it. ``on_failed_write`` hears of it
+before anybody else can. The error is raised where the transfer is waited for or else by the next
+`raise_failed`, `reap`, `drain` or `close`: it is never dropped.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tiermem.errors import BudgetError, ConfigError, IOContext, StateError, TierIOError
@@ -44,7 +45,8 @@ class TieredStore:
     """Holds records; one file per path and generation in a directory of this run's own.
 
     ``weights`` are the paths' shares (None: equal). ``stripe_bytes`` is the unit that records are cut
-    into. The engine and the arena stay the caller's and must outlive the store. Raises `ConfigError`
+    into. The engine and the arena stay the caller's and must outlive the store. ``on_failed_write`` is
+    called on any thread and under the store's lock: it may not use the store. Raises `ConfigError`
     for paths, weights or stripes that cannot work. Any thread may call any method.
     """
 
@@ -58,6 +60,7 @@ class TieredStore:
         stripe_bytes: int = 1 << 20,
         queue_options: QueueOptions | None = None,
         direct: bool = True,
+        on_failed_write: Callable[[Record, TierIOError], None] | None = None,
     ) -> None:
         if stripe_bytes <= 0 or stripe_bytes % ALIGNMENT:
             raise ConfigError(
@@ -74,6 +77,7 @@ class TieredStore:
         self._stripe_bytes = stripe_bytes
         self._targets = Targets(engine, paths, queue_options or QueueOptions(), direct=direct)
         self._pid = os.getpid()
+        self._on_failed_write = on_failed_write
         self._lock = threading.Lock()
         # All below is guarded by _lock.
         self._closed = False
@@ -177,12 +181,25 @@ class TieredStore:
             transfers = list(self._in_flight)
         for transfer in transfers:
             transfer.done()
-        self._raise_unreported()
+        self.raise_failed()
 
     def drain(self) -> None:
         """Blocks until nothing is in flight. Raises a failed write nobody waited for."""
         self._settle_all()
-        self._raise_unreported()
+        self.raise_failed()
+
+    def raise_failed(self) -> None:
+        """Raises a settled failed write nobody waited for, once; further ones are logged."""
+        with self._lock:
+            failed = list(self._unreported)
+            self._unreported.clear()
+        for transfer in failed:
+            transfer.reported = True
+        for transfer in failed[1:]:
+            logger.error("%s", transfer.error)
+        if failed:
+            assert failed[0].error is not None
+            raise failed[0].error
 
     def close(self) -> None:
         """Drains, closes and deletes this run's files, frees its host memory. Idempotent.
@@ -202,9 +219,7 @@ class TieredStore:
         try:
             self._targets.close()
         finally:
-            while len(self._unreported) > 1:
-                logger.error("%s", self._unreported.popitem()[0].error)
-            self._raise_unreported()
+            self.raise_failed()
 
     def __enter__(self) -> TieredStore:
         return self
@@ -252,8 +267,10 @@ class TieredStore:
         with self._lock:
             if transfer.settled:
                 return
-            owner = transfer.finish(error)
             record = transfer.record
+            if error is not None and transfer.op is Op.WRITE:
+                self._poison(record, error)
+            owner = transfer.finish(error)
             record.in_flight.remove(transfer)
             del self._in_flight[transfer]
             if error is None:
@@ -324,7 +341,6 @@ class TieredStore:
         record = transfer.record
         if transfer.error is not None:
             self._unreported[transfer] = None
-            self._poison(record, transfer.error)
             return
         record.written.add(transfer.start, transfer.stop)
         if record.failed is not None and record.written.covers(0, record.nbytes):
@@ -334,6 +350,8 @@ class TieredStore:
         """From here on only writes count towards ``written`` that are settled after the failure."""
         record.failed = error
         record.written.clear()
+        if self._on_failed_write is not None:
+            self._on_failed_write(record, error)
 
     def _settle_all(self) -> None:
         while True:
@@ -343,15 +361,6 @@ class TieredStore:
                 return
             for transfer in transfers:
                 transfer.complete()
-
-    def _raise_unreported(self) -> None:
-        with self._lock:
-            if not self._unreported:
-                return
-            transfer = next(iter(self._unreported))
-            del self._unreported[transfer]
-        assert transfer.error is not None
-        raise transfer.error
 
     def _plan(self, spec: RecordSpec) -> StripeMap:
         """Records with the same host fraction continue one sequence, so that small ones spread too."""

@@ -49,6 +49,7 @@ class Transfer:
         "nbytes",
         "op",
         "record",
+        "reported",
         "settled",
         "start",
         "stop",
@@ -70,6 +71,8 @@ class Transfer:
         self.error: TierIOError | None = None
         """The failure of the first failed piece, once settled."""
         self.settled = False
+        self.reported = False
+        """Whether its failure has been raised to somebody."""
         self._requests = requests
         self._owner = owner
         self._keeper = keeper
@@ -105,6 +108,7 @@ class Transfer:
         """
         self.complete()
         if self.error is not None:
+            self.reported = True
             self._keeper.reported(self)
             raise self.error
 

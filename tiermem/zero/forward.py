@@ -113,10 +113,10 @@ class ForwardTracker:
         try:
             for group in groups:
                 group.uses += 1
-            for group in groups:
-                if in_backward:
+            if in_backward:
+                for group in groups:
                     self._runtime.backward.touch(group)
-                self._runtime.gather.unshard(group)
+            self._runtime.gather.unshard_together(groups)
         except BaseException:
             self._stack.pop()
             self._undo(entry)
@@ -200,7 +200,7 @@ class ForwardTracker:
                 used.append(group)
                 if in_backward:
                     self._runtime.backward.touch(group)
-                self._runtime.gather.unshard(group, traced=bool(self._stack))
+            self._runtime.gather.unshard_together(groups, traced=bool(self._stack))
             return function(*args, **kwargs)
         finally:
             if context is not None:
@@ -219,7 +219,7 @@ class ForwardTracker:
             for group in groups:
                 group.uses += 1
                 used.append(group)
-                self._runtime.gather.unshard(group, traced=False)
+            self._runtime.gather.unshard_together(groups, traced=False)
             self.gathered_depth += 1
             try:
                 yield

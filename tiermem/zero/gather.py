@@ -13,7 +13,7 @@ import gc
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -94,6 +94,35 @@ class GatherScheduler:
         if group.state is not ShardedState.UNSHARDED:
             group.swap_in()
 
+    def unshard_together(self, groups: Sequence[ParamGroup], *, traced: bool = True) -> None:
+        """All of ``groups``, which the caller has counted as used once more, unsharded at once.
+
+        Where earlier leases have left the free memory in pieces, everything that can goes and the
+        groups are gathered again one beside the other."""
+        try:
+            for group in groups:
+                self.unshard(group, traced=traced)
+        except BudgetError:
+            if len(groups) < 2:
+                raise
+            self._vacate(groups)
+            for group in groups:
+                self.unshard(group, traced=False)
+
+    def _vacate(self, groups: Sequence[ParamGroup]) -> None:
+        """Drops every lease that nobody needs now but, perhaps, one use of ``groups``."""
+        for group in self.groups:
+            uses = int(group in groups)
+            if group.uses > uses or group.job is not None:
+                continue
+            if group.state is ShardedState.UNSHARDED and not (group.persistent or group.anchored):
+                group.swap_out()
+            if self._idle(group, uses):
+                self.drop(group)
+        self.finish_writes()
+        while self._retire(wait=True):
+            pass
+
     def fetch(self, group: ParamGroup, *, traced: bool = True) -> None:
         """The group's parameters in its lease, up to date."""
         if traced:
@@ -145,6 +174,7 @@ class GatherScheduler:
         except BaseException:
             self._forget(group)
             del lease, image  # a kept traceback must not keep the memory
+            self._store.raise_failed()
             raise
 
     def _start_update(self, group: ParamGroup) -> None:
@@ -219,6 +249,7 @@ class GatherScheduler:
             elif group.record is not None and group.state is not ShardedState.UNSHARDED:
                 self._forget(group)  # the update stays pending and can be tried again
             self._runtime.updates.fetch_failed(error)
+            self._store.raise_failed()  # what the worker met may be its consequence
             raise
         self._lease_writes.extend(job.writes)
         group.job = group.transfer = group.pending = None
@@ -259,15 +290,12 @@ class GatherScheduler:
             if group.job is not None and group.job.done.is_set() and group.job.error is None:
                 self._finish_job(group)
         self._retire(wait=False)
-        with self._runtime.failed_writes_tear():
-            self._store.reap()
+        self._store.reap()
 
     def _observe(self, write: Transfer) -> None:
-        try:
-            write.wait()
-        except Exception as error:
-            self._runtime.mark_torn(error)
-            raise
+        write.complete()
+        if write.error is not None:
+            self._runtime.check_usable()
 
     # ---- room
 
@@ -322,13 +350,13 @@ class GatherScheduler:
                 return group
         return None
 
-    def _idle(self, group: ParamGroup) -> bool:
+    def _idle(self, group: ParamGroup, uses: int = 0) -> bool:
         return (
             group.lease is not None
             and not group.persistent
             and not group.anchored
             and group.state is ShardedState.GATHERING
-            and group.uses == 0
+            and group.uses <= uses
             and group.job is None
             and (group.transfer is None or group.transfer.done())
         )
@@ -487,19 +515,16 @@ class GatherScheduler:
         """Gives everything up; errors go to ``on_error`` so that all of it happens."""
         for group in self.groups:
             try:
-                if group.job is not None:
-                    group.job.done.wait()
-                    group.job = None
-                if group.transfer is not None:
+                job, group.job = group.job, None
+                if job is not None:
+                    self._pipeline.wait(job)
+                elif group.transfer is not None:
                     group.transfer.wait()
-                    group.transfer = None
             except Exception as error:
                 on_error(error)
+            group.transfer = None
         while self._lease_writes:
-            try:
-                self._lease_writes.popleft().wait()
-            except Exception as error:
-                on_error(error)
+            self._lease_writes.popleft().complete()  # the store raises what failed
         while self._retire(wait=True):
             pass
         for group in self.groups:

@@ -238,7 +238,9 @@ class GradientStore:
         if transfer is None:
             return
         try:
-            transfer.wait()
+            transfer.complete()
+            if not transfer.reported:
+                transfer.wait()
         finally:
             if own in self._spilling:
                 self._spilling.remove(own)

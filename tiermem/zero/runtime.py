@@ -6,8 +6,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +24,7 @@ from tiermem.memory.budget import check_host_budget, default_host_budget
 from tiermem.memory.lease import AcceleratorPool, ArenaPool, LeasePool
 from tiermem.memory.ledger import Ledger
 from tiermem.schedule.placement import DevicePlan
+from tiermem.store.records import Record
 from tiermem.store.rundir import check_paths
 from tiermem.store.store import TieredStore
 from tiermem.types import ALIGNMENT, Field, Tier
@@ -83,6 +83,7 @@ class Runtime:
                 stripe_bytes=int(self.config.stripe_bytes),
                 queue_options=QueueOptions(int(io.chunk_bytes), io.read_depth, io.write_depth),
                 direct=io.direct,
+                on_failed_write=self._write_failed,
             )
         except BaseException:
             self.engine.close()
@@ -152,31 +153,25 @@ class Runtime:
                 "this process was forked from the one that owns the runtime. Remedy: use 'spawn', or "
                 "keep sharded models out of worker processes"
             )
-        if self.pipeline.failure is not None and self._torn is None:
-            self.mark_torn(self.pipeline.failure)
-            raise self.pipeline.failure  # once, with where it happened; StateError from then on
         if self._torn is not None:
+            self.store.raise_failed()  # once, with where it happened; StateError from then on
             raise StateError(self._torn)
 
     def mark_torn(self, error: BaseException) -> None:
-        """See [Note: torn] in update.py."""
+        """See [Note: torn] in update.py. Any thread."""
         if self._torn is None:
             self._torn = (
-                f"the run is TORN: an update failed after some of it had been written ({error}), so "
-                f"some parameters are new and some old. Remedy: start a new run from a checkpoint"
+                f"the run is TORN: something failed after some of an update had been written "
+                f"({error}), so some parameters are new and some old. Remedy: start a new run from a "
+                f"checkpoint"
             )
             logger.error("%s", self._torn)
 
-    @contextmanager
-    def failed_writes_tear(self) -> Iterator[None]:
-        """Around calls that may raise a failed write nobody waited for: unless it was a gradient,
-        which is still in memory, the run is TORN."""
-        try:
-            yield
-        except TierIOError as error:
-            if not error.context.record.endswith(f"/{Field.GRAD.value}"):
-                self.mark_torn(error)
-            raise
+    def _write_failed(self, record: Record, error: TierIOError) -> None:
+        """For the store, on any thread. A gradient that could not be written is still in memory; of
+        anything else there is no second copy."""
+        if record.spec.field is not Field.GRAD:
+            self.mark_torn(error)
 
     @property
     def torn(self) -> bool:
@@ -194,8 +189,7 @@ class Runtime:
             self.gather.settle(group)
         self.gather.finish_writes()
         self.pipeline.settle()
-        with self.failed_writes_tear():
-            self.store.drain()
+        self.store.drain()
         self.check_usable()
 
     def stats(self) -> RuntimeStats:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from tiermem.errors import StateError
 from tiermem.memory.lease import tensor_over
 from tiermem.types import ALIGNMENT, Field, round_up
 from tiermem.zero.group import Region, ShardedParam, StateRecord
@@ -89,7 +90,11 @@ class StateAccess:
         step = room.numel() // ALIGNMENT * ALIGNMENT
         for start in range(first // ALIGNMENT * ALIGNMENT, last, step):
             stop = min(start + step, round_up(last), state.record.nbytes)
-            state.store.read(state.record, start, stop, room.data_ptr(), owner=room).wait()
+            try:
+                state.store.read(state.record, start, stop, room.data_ptr(), owner=room).wait()
+            except StateError:
+                state.store.raise_failed()
+                raise
             a, b = max(first, start), min(last, stop)
             yield room[a - start : b - start].view(state.dtype), (a - first) // state.dtype.itemsize
             if write:

@@ -121,7 +121,6 @@ class UpdatePipeline:
         self._unfinished: dict[UpdateJob, None] = {}
         self._closing = False
         self._thread: threading.Thread | None = None
-        self.failure: BaseException | None = None  # of a write after its job was done
         self.busy_seconds = 0.0
 
     # ---- training thread
@@ -273,10 +272,7 @@ class UpdatePipeline:
     def _settle(self, slot: _Slot) -> None:
         """Waits for a slot's writes, then forgets them: worker and training thread may both wait."""
         for write in list(slot.writes):
-            try:
-                write.wait()
-            except Exception as error:
-                self.failure = self.failure or error
+            write.complete()  # the store raises what failed
         slot.writes = [write for write in slot.writes if not write.settled]
 
     def _cut(self, job: UpdateJob) -> list[_Slice]:
@@ -361,6 +357,8 @@ class UpdatePipeline:
         """Waits for a slice's reads, updates it, starts its writes."""
         job = piece.job
         try:
+            for read in piece.reads:  # all, before the first error gives the slot to another slice
+                read.complete()
             for read in piece.reads:
                 read.wait()
             if job.gathered is not None:
