@@ -35,9 +35,10 @@ pytestmark = pytest.mark.timeout(150)
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     """Without the error in the log of every torn run."""
+    before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     yield
-    logging.disable(logging.NOTSET)
+    logging.disable(before)
 
 
 DATA = batches(3)

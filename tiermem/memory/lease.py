@@ -5,7 +5,8 @@ array over the arena, wrapped by ``torch.frombuffer``). Every view that anyone t
 recompute, a user's stash) keeps that storage alive, and the array's finalizer is the release
 signal. So a buffer whose views outlive their group is merely slow to come back; it is never
 recycled under somebody's feet. Finalizers may run inside any allocation (garbage collection), so
-they only append to a deque; the pool takes the blocks back at its next loan.
+they only append to a deque; the pool takes the blocks back at its next loan. They are no Python code,
+in which a Ctrl-C would be swallowed and the buffer lost.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class ArenaPool:
     def __init__(self, arena: Arena, *, poison: bool = False) -> None:
         self._arena = arena
         self._poison = poison
-        self._dead: deque[int] = deque()
-        self._out: dict[int, tuple[Block, str]] = {}
+        self._dead: deque[weakref.ref[Any]] = deque()
+        self._out: dict[int, tuple[weakref.ref[Any], Block, str]] = {}  # by the reference's id
 
     def lend(self, nbytes: int, label: str) -> Lease | None:
         self.reclaim()
@@ -85,13 +86,13 @@ class ArenaPool:
         if block is None:
             return None
         tensor, exporter = tensor_over(block.address, block.capacity, block.mapping)
-        self._out[block.address] = (block, label)
-        weakref.finalize(exporter, self._dead.append, block.address).atexit = False
+        death = weakref.ref(exporter, self._dead.append)
+        self._out[id(death)] = (death, block, label)
         return Lease(tensor, label)
 
     def reclaim(self) -> None:
         while self._dead:
-            block, _ = self._out.pop(self._dead.popleft())
+            _, block, _ = self._out.pop(id(self._dead.popleft()))
             if self._poison:
                 ctypes.memset(block.address, 0xFF, block.nbytes)
             self._arena.free(block)
@@ -99,7 +100,7 @@ class ArenaPool:
     def holders(self) -> dict[str, int]:
         self.reclaim()
         result: dict[str, int] = {}
-        for block, label in self._out.values():
+        for _, block, label in self._out.values():
             result[label] = result.get(label, 0) + block.capacity
         return result
 

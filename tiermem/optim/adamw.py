@@ -18,6 +18,7 @@ from tiermem.zero.access import full_master, set_full_master
 from tiermem.zero.attach import attach_optimizer
 from tiermem.zero.gradients import GroupGradient, flatten_like
 from tiermem.zero.group import ParamGroup, ShardedParam
+from tiermem.zero.interrupts import uninterrupted
 from tiermem.zero.placeholder import Placeholder
 from tiermem.zero.runtime import Runtime
 from tiermem.zero.update import PendingUpdate
@@ -115,7 +116,8 @@ class AdamW(torch.optim.Optimizer):
                 )
             if runtime.updates.owners.get(handle.group) is not self:
                 touched[handle.group] = None
-        attach_optimizer(runtime, self, self._rule, list(touched))
+        with runtime.interrupts:
+            attach_optimizer(runtime, self, self._rule, list(touched))
 
     def _find_runtime(self, params: Iterable[torch.Tensor]) -> Runtime:
         if self._runtime is None:
@@ -146,6 +148,11 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._take_step()
+        return loss
+
+    @uninterrupted
+    def _take_step(self) -> None:
         runtime = self._rt
         runtime.backward.forget_stale()
         runtime.check_usable()
@@ -163,7 +170,6 @@ class AdamW(torch.optim.Optimizer):
         self._clip_factor = 1.0
         runtime.forward.pass_over = True
         runtime.gather.prefetch()
-        return loss
 
     @property
     def rule(self) -> AdamWRule:
@@ -211,6 +217,7 @@ class AdamW(torch.optim.Optimizer):
                         "backward (schedulers: after step()), or update: 'deferred'"
                     )
 
+    @uninterrupted
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets gradients that no ``step()`` has taken."""
         self._rt.backward.forget_stale()
@@ -269,9 +276,10 @@ class AdamW(torch.optim.Optimizer):
         region = param.group.regions[param.segment.region]
 
         def read(name: Field) -> torch.Tensor:
-            self._rt.check_usable()
-            self._rt.gather.apply_pending([param.group])
-            return self._rt.states.read(region, name, param)
+            with self._rt.interrupts:
+                self._rt.check_usable()
+                self._rt.gather.apply_pending([param.group])
+                return self._rt.states.read(region, name, param)
 
         loaders: dict[str, Callable[[], Any]] = {
             "step": lambda: torch.tensor(float(param.steps)),
@@ -298,6 +306,7 @@ class AdamW(torch.optim.Optimizer):
         )
         return {"state": states, "param_groups": groups}
 
+    @uninterrupted
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes a state of this class or of `torch.optim.AdamW` over the same parameters in the same
         order. ``master`` (fp32), where present, becomes the master and the parameter."""

@@ -61,7 +61,8 @@ def full_master(param: torch.Tensor) -> torch.Tensor:
     if Field.MASTER_LO not in region.states:
         return value.to(torch.float32)
     stride = handle.spec.stride
-    remainder = runtime.states.read(region, Field.MASTER_LO, handle)
+    with runtime.interrupts:
+        remainder = runtime.states.read(region, Field.MASTER_LO, handle)
     master = torch.empty_strided(handle.spec.shape, stride, dtype=torch.float32)
     runtime.kernels.merge_master(
         flatten_like(value.cpu(), stride), flatten_like(remainder, stride), flatten_like(master, stride)
@@ -90,7 +91,8 @@ def set_full_master(param: torch.Tensor, master: torch.Tensor) -> None:
     runtime.kernels.split_master(flat.contiguous(), high, low)
     with gathered(param), torch.no_grad():
         handle.real.copy_(high.as_strided(handle.spec.shape, handle.spec.stride))
-    runtime.states.write(region, Field.MASTER_LO, handle, low)
+    with runtime.interrupts:
+        runtime.states.write(region, Field.MASTER_LO, handle, low)
 
 
 def full_grad(param: torch.Tensor) -> torch.Tensor | None:
@@ -101,7 +103,8 @@ def full_grad(param: torch.Tensor) -> torch.Tensor | None:
     if own is None or handle.index not in own.present:
         return None
     gradients = handle.group.runtime.gradients
-    gradients.bring_in(own)
-    flat = own.param_view(handle).clone()
-    gradients.park(handle.group)
+    with handle.group.runtime.interrupts:
+        gradients.bring_in(own)
+        flat = own.param_view(handle).clone()
+        gradients.park(handle.group)
     return flat.as_strided(handle.spec.shape, handle.spec.stride)

@@ -24,6 +24,7 @@ import torch
 from tiermem.errors import StateError
 from tiermem.zero import compat
 from tiermem.zero.group import ParamGroup, ShardedParam
+from tiermem.zero.interrupts import uninterrupted
 
 if TYPE_CHECKING:
     from tiermem.zero.runtime import Runtime
@@ -34,7 +35,7 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 class SavedHandle:
     """A saved tensor that lies in a group's buffer; see [Note: saved tensors]."""
 
-    __slots__ = ("dtype", "group", "offset", "shape", "stride", "version")
+    __slots__ = ("_alive", "dtype", "group", "offset", "shape", "stride", "version")
 
     def __init__(self, group: ParamGroup, tensor: torch.Tensor) -> None:
         self.group = group
@@ -44,10 +45,7 @@ class SavedHandle:
         self.stride = tensor.stride()
         group.note_writes()
         self.version = group.version
-        group.handles += 1
-
-    def __del__(self) -> None:
-        self.group.handles -= 1
+        self._alive = group.handle_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +120,7 @@ class BackwardTracker:
         """Groups that could be given up for another, oldest use first."""
         return [g for g in self._live if g.lease is not None and not (g.persistent or g.anchored)]
 
+    @uninterrupted
     def restore(self, handle: SavedHandle) -> torch.Tensor:
         """The saved tensor, from a lease."""
         group = handle.group
@@ -144,6 +143,7 @@ class BackwardTracker:
             flat = group.lease.tensor.view(handle.dtype)
             return flat.as_strided(handle.shape, handle.stride, handle.offset)
 
+    @uninterrupted
     def on_gradient(self, param: ShardedParam, leaf: torch.Tensor) -> None:
         """Autograd has accumulated into ``leaf.grad``: the real parameter, or the placeholder where
         that was given to a custom autograd function (which bypasses ``__torch_function__``)."""
@@ -195,6 +195,7 @@ class BackwardTracker:
         compat.queue_end_of_backward(lambda: self._ended(task))
         return task != self._outermost
 
+    @uninterrupted
     def _ended(self, task: int) -> None:
         self._tasks.discard(task)
         if task != self._outermost:

@@ -26,6 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from tiermem.errors import StateError
 from tiermem.zero import compat
 from tiermem.zero.group import ParamGroup, ShardedState
+from tiermem.zero.interrupts import uninterrupted
 
 if TYPE_CHECKING:
     from tiermem.zero.runtime import Runtime
@@ -46,6 +47,15 @@ class _Entry:
     frame: FrameType | None
     groups: list[ParamGroup]
     context: _Context | None
+
+
+@dataclass(slots=True)
+class _Use:
+    """A use of groups outside of their modules' forward."""
+
+    groups: Sequence[ParamGroup]
+    counted: bool = False
+    context: _Context | None = None
 
 
 class _Context:
@@ -94,6 +104,7 @@ class ForwardTracker:
             unit.module.register_forward_hook(leave, always_call=True),
         ]
 
+    @uninterrupted
     def enter(self, unit: Unit) -> None:
         self._runtime.check_usable()
         self._drop_stale()
@@ -123,6 +134,7 @@ class ForwardTracker:
             raise
         self._runtime.gather.prefetch()
 
+    @uninterrupted
     def leave(self, unit: Unit) -> None:
         frame = _module_call_frame()
         if not any(entry.frame is frame and entry.unit is unit for entry in self._stack):
@@ -189,48 +201,56 @@ class ForwardTracker:
         groups: Sequence[ParamGroup],
     ) -> Any:
         """Runs ``function`` on real parameters of ``groups``, gathered for the call."""
-        self._runtime.check_usable()
-        self._drop_stale()
-        context = self._open_context() if torch.is_grad_enabled() else None
-        in_backward = compat.current_graph_task_id() != -1
-        used: list[ParamGroup] = []
+        use = _Use(groups)
         try:
-            for group in groups:
-                group.uses += 1
-                used.append(group)
-                if in_backward:
-                    self._runtime.backward.touch(group)
-            self._runtime.gather.unshard_together(groups, traced=bool(self._stack))
+            self._begin_use(use, pack=True)
             return function(*args, **kwargs)
         finally:
-            if context is not None:
-                self._close_context(context)
-            for group in used:
-                self._runtime.gather.settle(group)
-                self.release(group)
+            self._end_use(use)
 
     @contextmanager
     def gathered(self, groups: Sequence[ParamGroup], *, modify: bool) -> Iterator[None]:
         """Holds ``groups`` unsharded; see `tiermem.gathered`."""
-        self._runtime.check_usable()
-        self._drop_stale()
-        used: list[ParamGroup] = []
+        use = _Use(groups)
         try:
-            for group in groups:
-                group.uses += 1
-                used.append(group)
-            self._runtime.gather.unshard_together(groups, traced=False)
+            self._begin_use(use)
             self.gathered_depth += 1
             try:
                 yield
             finally:
                 self.gathered_depth -= 1
         finally:
-            for group in used:
-                if group.state is ShardedState.UNSHARDED:
-                    self._runtime.gather.settle(group, force=modify)
+            self._end_use(use, modified=modify)
+
+    @uninterrupted
+    def _begin_use(self, use: _Use, *, pack: bool = False) -> None:
+        """Unshards the groups of ``use``, with a packing context if one is needed."""
+        self._runtime.check_usable()
+        self._drop_stale()
+        if pack and torch.is_grad_enabled():
+            use.context = self._open_context()
+        for group in use.groups:
+            group.uses += 1
+        use.counted = True
+        if compat.current_graph_task_id() != -1:
+            for group in use.groups:
+                self._runtime.backward.touch(group)
+        self._runtime.gather.unshard_together(use.groups, traced=pack and bool(self._stack))
+
+    @uninterrupted
+    def _end_use(self, use: _Use, *, modified: bool = False) -> None:
+        """Undoes as much of `_begin_use` as was done."""
+        if use.context is not None:
+            self._close_context(use.context)
+        for group in use.groups if use.counted else ():
+            try:
+                self._runtime.gather.settle(
+                    group, force=modified and group.state is ShardedState.UNSHARDED
+                )
+            finally:
                 self.release(group)
 
+    @uninterrupted
     def close(self) -> None:
         while self._stack:
             self._undo(self._stack.pop())

@@ -165,7 +165,8 @@ class ShardedParam:
         self.real.grad = None
         if isinstance(value, GradientStandIn):
             return
-        self.group.runtime.gradients.replace(self, value)
+        with self.group.runtime.interrupts:
+            self.group.runtime.gradients.replace(self, value)
 
     def get_data(self) -> torch.Tensor:
         if self.group.state is ShardedState.UNSHARDED and self.group.runtime.forward.gathered_depth:
@@ -177,7 +178,8 @@ class ShardedParam:
 
     def set_requires_grad(self, value: bool) -> None:
         if value and not self.group.regions[self.segment.region].trainable:
-            self.group.runtime.updates.make_trainable(self)
+            with self.group.runtime.interrupts:
+                self.group.runtime.updates.make_trainable(self)
         self.real.requires_grad_(value)
         with compat.disable_torch_function():
             torch.Tensor.requires_grad_(self.placeholder, value)
@@ -243,7 +245,7 @@ class ParamGroup:
         self.job: UpdateJob | None = None
         self.gradient: GroupGradient | None = None
         self.uses = 0  # forwards, faulted calls and gathered() blocks that need it now
-        self.handles = 0  # saved tensors that will need it in backward
+        self.handle_token = object()  # referred to by every saved handle; see `handles`
         self.version = 0  # of the values; saved handles must agree
         self.written: dict[ShardedParam, None] = {}  # by the user, and not in the store yet
 
@@ -253,6 +255,12 @@ class ParamGroup:
     @property
     def nbytes(self) -> int:
         return self.layout.nbytes
+
+    @property
+    def handles(self) -> int:
+        """Saved tensors that will need the group in backward. Counted by references, since a
+        ``__del__`` would swallow the Ctrl-C that falls into it."""
+        return sys.getrefcount(self.handle_token) - 2  # the attribute's and the argument's
 
     @property
     def trainable_numel(self) -> int:

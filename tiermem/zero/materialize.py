@@ -116,7 +116,8 @@ class Filler:
         try:
             for group in self._groups:
                 if group not in self._images:
-                    self._images[group] = self._runtime.gather.open_for_fill(group)
+                    with self._runtime.interrupts:
+                        self._images[group] = self._runtime.gather.open_for_fill(group)
             for planned in self._unit.params:
                 if id(planned.param) in self._reals:
                     continue
@@ -125,11 +126,12 @@ class Filler:
                 else:
                     self._store(planned.param, planned.param.detach())
                     self._reals[id(planned.param)] = planned.param
-            self._adopt()
-            self._reals.clear()
-            for group in self._groups:
-                self._runtime.gather.close_fill(group, self._images.pop(group))
-            self._write_remainders()
+            with self._runtime.interrupts:
+                self._adopt()
+                self._reals.clear()
+                for group in self._groups:
+                    self._runtime.gather.close_fill(group, self._images.pop(group))
+                self._write_remainders()
         finally:
             self._remainders.clear()
             for block in self._blocks:

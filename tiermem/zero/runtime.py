@@ -33,6 +33,7 @@ from tiermem.zero.forward import ForwardTracker
 from tiermem.zero.gather import GatherScheduler
 from tiermem.zero.gradients import GradientStore
 from tiermem.zero.group import ParamGroup, ShardedParam
+from tiermem.zero.interrupts import Deferral
 from tiermem.zero.placeholder import Placeholder
 from tiermem.zero.states import StateAccess
 from tiermem.zero.stats import RuntimeStats, collect
@@ -56,6 +57,7 @@ class Runtime:
     def __init__(self, config: TierConfig | Mapping[str, Any] | str | Path) -> None:
         self.config = load_config(config)
         self._torn: str | None = None
+        self.interrupts = Deferral(self.mark_torn)
         self._closed = False
         self._pid = os.getpid()
         self.device = _device(self.config)
@@ -181,6 +183,10 @@ class Runtime:
 
     def drain(self) -> None:
         """Applies every pending update and waits for all I/O; afterwards the store is current."""
+        with self.interrupts:
+            self._drain()
+
+    def _drain(self) -> None:
         self.backward.forget_stale()
         self.check_usable()
         self.gather.apply_pending()
@@ -201,8 +207,11 @@ class Runtime:
 
         Raises the first error after everything is cleaned up; in a forked child it does nothing.
         """
-        if self._closed or os.getpid() != self._pid:
-            return
+        with self.interrupts:
+            if not self._closed and os.getpid() == self._pid:
+                self._close()
+
+    def _close(self) -> None:
         errors: list[Exception] = []
         if not self.torn:
             self._attempt(self.drain, errors)

@@ -48,21 +48,22 @@ def shard(
     )
     names = {module: name for name, module in model.named_modules()}
     initialise = find_initialiser(model, init, names)
-    if runtime.gather.pool is None:
-        runtime.open_device(device)
     first = len(runtime.groups)
     made = [
         ParamGroup(runtime, first + i, p.name, p.layout, p.stays, small=p.small, anchored=p.anchored)
         for i, p in enumerate(groups)
     ]
-    for group in made:
-        _make_records(runtime, group, host.param_fraction, host.state_fraction)
-    runtime.groups.extend(made)
-    images = {  # leases that stay come first, side by side, so that they leave one hole, not many
-        group: runtime.gather.open_for_fill(group)
-        for group in made
-        if group.persistent or group.anchored
-    }
+    with runtime.interrupts:
+        if runtime.gather.pool is None:
+            runtime.open_device(device)
+        for group in made:
+            _make_records(runtime, group, host.param_fraction, host.state_fraction)
+        runtime.groups.extend(made)
+        images = {  # leases that stay come first, side by side, so that they leave one hole
+            group: runtime.gather.open_for_fill(group)
+            for group in made
+            if group.persistent or group.anchored
+        }
     for index, unit in enumerate(units):
         mine = [g for g, planned in zip(made, groups, strict=True) if planned.unit == index]
         Filler(runtime, unit, mine, names, initialise, images).fill()
