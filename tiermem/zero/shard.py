@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from tiermem.errors import BudgetError
+from tiermem.schedule.placement import DevicePlan
 from tiermem.store.records import Record, RecordSpec
 from tiermem.store.store import TieredStore
-from tiermem.types import Field, Tier, round_up
+from tiermem.types import Field, Tier, format_bytes, round_up
 from tiermem.zero.forward import Unit
 from tiermem.zero.group import ParamGroup, Region, StateRecord
 from tiermem.zero.guards import install_guards
@@ -46,6 +47,8 @@ def shard(
         runtime.host.free_bytes,
         runtime.transfer_groups,
     )
+    if runtime.gather.pool is not None:
+        _check_beside_others(runtime, device)
     names = {module: name for name, module in model.named_modules()}
     initialise = find_initialiser(model, init, names)
     first = len(runtime.groups)
@@ -75,6 +78,22 @@ def shard(
         for param in group.params:
             param.note_references()
     return model
+
+
+def _check_beside_others(runtime: Runtime, plan: DevicePlan) -> None:
+    """Device memory was divided when the first model came; a further one needs room beside what
+    never leaves. Raises `BudgetError`."""
+    stays = sum(round_up(g.nbytes) for g in runtime.groups if g.persistent or g.anchored)
+    if runtime.device_store is not None:
+        stays += runtime.device_store.stats().host_bytes
+    needed = stays + plan.smallest_budget
+    budget = runtime.device_plan_budget
+    if needed > budget:
+        raise BudgetError(
+            f"device memory was opened with {format_bytes(budget)} ({budget} bytes) for the models "
+            f"before; beside what of them never leaves, this one needs {format_bytes(needed)} "
+            f"({needed} bytes) in all. Remedy: give device_memory (at least {needed}) in the configuration"
+        )
 
 
 def _install_hooks(
