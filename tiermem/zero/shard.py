@@ -92,7 +92,7 @@ def _check_beside_others(runtime: Runtime, plan: DevicePlan) -> None:
         raise BudgetError(
             f"device memory was opened with {format_bytes(budget)} ({budget} bytes) for the models "
             f"before; beside what of them never leaves, this one needs {format_bytes(needed)} "
-            f"({needed} bytes) in all. Remedy: give device_memory (at least {needed}) in the configuration"
+            f"({needed} bytes) in all. Remedy: give device_memory (at least {needed}) in the config"
         )
 
 
