@@ -163,6 +163,61 @@ def test_meta_buffers(make_runtime) -> None:
     assert "1.scratch" not in model.state_dict()
 
 
+class _Masked(nn.Linear):
+    """Its inherited reset_parameters() knows nothing of the buffers."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__(width, width)
+        self.register_buffer("mask", torch.ones(width, width).tril())
+        self.register_buffer("on", torch.ones((), dtype=torch.bool), persistent=False)
+        self.register_buffer("nothing", torch.zeros(0))
+
+
+class _Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(64))
+
+    def reset_parameters(self) -> None:
+        """Forgets the table."""
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [(_Masked, r"'1' \(_Masked\).*: mask, on\."), (_Table, r"'1' \(_Table\).*: table\.")],
+)
+def test_buffers_that_nothing_filled_are_named(make_runtime, build, message: str) -> None:
+    model = on_meta(lambda: nn.Sequential(nn.Linear(64, 64), build()))
+    with pytest.raises(StateError, match=message + ".*reset_parameters.*init="):
+        tiermem.shard(model, make_runtime())
+
+
+def test_buffers_that_an_init_function_forgets_are_named(make_runtime) -> None:
+    model = on_meta(_Masked)
+    with pytest.raises(StateError, match=r"'the model' \(_Masked\).*mask, on"):
+        tiermem.shard(model, make_runtime(), init=lambda module, name: None)
+
+
+@pytest.mark.parametrize("way", ["in place", "replaced", "data", "numpy"])
+def test_buffers_count_as_filled_whichever_way(make_runtime, way: str) -> None:
+    def init(module: nn.Module, name: str) -> None:
+        module.on.fill_(True)
+        if way == "in place":
+            module.mask.view(torch.int32).fill_(-0x5A5A5A5B)  # what they were filled with before
+        elif way == "replaced":
+            module.mask = torch.ones(64, 64)
+        elif way == "data":
+            module.mask.data.fill_(2)
+        else:
+            module.mask.numpy()[:] = 3
+
+    model = on_meta(_Masked)
+    tiermem.shard(model, make_runtime(), init=init)
+    assert model.on.item() is True
+    expected = {"replaced": 1, "data": 2, "numpy": 3}.get(way, model.mask[0, 0].item())
+    assert torch.equal(model.mask, torch.full((64, 64), float(expected)))
+
+
 def test_partly_on_meta(make_runtime) -> None:
     model = Plain()
     expected = model.embedding.weight.detach().clone()

@@ -64,10 +64,47 @@ def _on_meta(module: nn.Module) -> bool:
     return any(t is not None and t.device.type == "meta" for t in own)
 
 
-def _buffers_from_meta(module: nn.Module, device: torch.device) -> None:
-    for key, buffer in module._buffers.items():
-        if buffer is not None and buffer.device.type == "meta":
-            module._buffers[key] = torch.empty_like(buffer, device=device)
+class _MetaBuffers:
+    """A module's buffers on their way from the meta device. They come filled with a pattern, so
+    that one which the initialiser left alone is refused and not trained with."""
+
+    _PATTERN = 0xA5  # no boolean, and -2.9e-16 in fp32
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._made: dict[str, tuple[torch.Tensor, int]] = {}  # with the version after filling
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type == "meta":
+                made = torch.empty_like(buffer, device="cpu")
+                _bytes_of(made).fill_(self._PATTERN)
+                module._buffers[key] = made
+                self._made[key] = made, made._version
+
+    def check(self, name: str) -> None:
+        """Raises `StateError` that names every buffer of the module ``name`` that nothing wrote."""
+        untouched = [
+            key
+            for key, (made, version) in self._made.items()
+            if self._module._buffers.get(key) is made
+            # A value that happens to be the pattern was written all the same: torch counted it.
+            and made._version == version
+            and made.numel()
+            and bool((_bytes_of(made) == self._PATTERN).all())
+        ]
+        if untouched:
+            kind = type(self._module).__name__
+            raise StateError(
+                f"buffers of {name or 'the model'!r} ({kind}) on the meta device were not initialised: "
+                f"{', '.join(untouched)}. Remedy: fill them in {kind}.reset_parameters(), or "
+                f"tiermem.shard(..., init=function) with a function that does; then build the model "
+                f"again, a part of it is sharded already"
+            )
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of a tensor's storage; writes through them do not count as writes to it."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def materialise_buffers(
@@ -76,9 +113,10 @@ def materialise_buffers(
     """Meta buffers of modules that own no meta parameter, and buffers' way to the device."""
     for module, name in names.items():
         if any(b is not None and b.device.type == "meta" for b in module._buffers.values()):
-            _buffers_from_meta(module, torch.device("cpu"))
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():
+                buffers = _MetaBuffers(module)
                 initialise(module, name)
+                buffers.check(name)
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device and device.type != "cpu":
                 module._buffers[key] = buffer.to(device)
@@ -148,9 +186,10 @@ class Filler:
                     # that its first module gave it, this one initialises a scratch tensor.
                     room = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype)
                     setattr(module, key, nn.Parameter(room, requires_grad=param.requires_grad))
-            _buffers_from_meta(module, torch.device("cpu"))
             with torch.no_grad():
+                buffers = _MetaBuffers(module)
                 self._initialise(module, self._names[module])
+                buffers.check(self._names[module])
         for key, param in own.items():
             made = module._parameters[key]
             if id(param) in self._place and id(param) not in self._reals:
