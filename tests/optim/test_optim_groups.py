@@ -108,6 +108,63 @@ def test_a_parameter_in_no_group_is_left_alone(tmp_path: Path) -> None:
         assert torch.equal(tiermem.full_param(model.second.weight), before)
 
 
+def _drop_first(optimizer: Any) -> None:
+    group = optimizer.param_groups[0]
+    group["params"] = group["params"][1:]
+
+
+def _delete_in_place(optimizer: Any) -> None:
+    del optimizer.param_groups[0]["params"][2]
+
+
+def _refill(optimizer: Any) -> None:
+    params = optimizer.param_groups[0]["params"]
+    optimizer.param_groups.clear()
+    optimizer.add_param_group({"params": params[:3]})
+    optimizer.add_param_group({"params": params[4:], "lr": 1e-3})
+
+
+def _swap_groups(optimizer: Any) -> None:
+    params = optimizer.param_groups[0]["params"]
+    optimizer.param_groups[0]["params"] = params[:2]
+    optimizer.param_groups.insert(0, {**optimizer.param_groups[0], "params": params[2:], "lr": 0.1})
+
+
+@pytest.mark.parametrize("change", [_drop_first, _delete_in_place, _refill, _swap_groups])
+@pytest.mark.parametrize("update", ["deferred", "backward"])
+def test_groups_that_the_user_changes_are_followed(change: Any, update: str, tmp_path: Path) -> None:
+    """Small parameters of one unit share a buffer: only some of it is still to be updated."""
+    theirs = make_net()
+    their = torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True)
+    declared = {"update": update, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
+    with sharded(tmp_path, persistence_threshold_numel=1 << 20, **declared) as (_, ours):
+        optimizer = tiermem.optim.AdamW(ours.parameters(), lr=1e-2)
+        for model, each in ((theirs, their), (ours, optimizer)):
+            take_step(model, each, 0)
+            change(each)
+            for step in range(1, 4):
+                take_step(model, each, step)
+        assert_equal_to(ours, theirs)
+
+
+def test_a_parameter_put_into_a_group_by_hand_is_refused(tmp_path: Path) -> None:
+    with sharded(tmp_path) as (_, model):
+        optimizer = tiermem.optim.AdamW(model.first.parameters())
+        take_step(model, optimizer, 0)
+        optimizer.param_groups[0]["params"].append(model.second.weight)
+        with pytest.raises(StateError, match=r"\(64, 256\).*add_param_group"):
+            take_step(model, optimizer, 1)
+
+
+def test_a_parameter_that_leaves_between_backward_and_step(tmp_path: Path) -> None:
+    with sharded(tmp_path, update="backward") as (_, model):
+        optimizer = tiermem.optim.AdamW(model.parameters())
+        model(torch.ones(2, 64)).square().mean().backward()
+        _drop_first(optimizer)
+        with pytest.raises(StateError, match="between backward and step"):
+            optimizer.step()
+
+
 def test_a_part_of_a_unit_may_be_left_out(tmp_path: Path) -> None:
     """Its other parameters share the unit's buffer."""
     theirs = make_net()
@@ -227,6 +284,8 @@ def test_a_refused_group_is_not_added(tmp_path: Path) -> None:
         optimizer = tiermem.optim.AdamW(model.first.parameters())
         with pytest.raises(ConfigError, match="eps"):
             optimizer.add_param_group({"params": list(model.second.parameters()), "eps": -1.0})
+        with pytest.raises(StateError, match="shard"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
         assert len(optimizer.param_groups) == 1
         optimizer.add_param_group({"params": list(model.second.parameters())})
         assert len(optimizer.param_groups) == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from tiermem.errors import ConfigError, StateError
 from tiermem.kernels import AdamWStep, Kernels
+from tiermem.optim.options import OptionIndex
 from tiermem.optim.state import LazyState, LazyStates
 from tiermem.types import Field
 from tiermem.zero.access import full_master, set_full_master
@@ -79,7 +80,7 @@ class AdamW(torch.optim.Optimizer):
         self._runtime = runtime
         self._clip_factor = 1.0
         self._handles: dict[int, ShardedParam] = {}
-        self._option_group: dict[ShardedParam, int] = {}  # index into param_groups
+        self._options = OptionIndex(self._handle_of)
         self._frozen_scalars: dict[ParamGroup, dict[int, AdamWStep]] = {}
         defaults = {
             "lr": lr,
@@ -101,14 +102,18 @@ class AdamW(torch.optim.Optimizer):
         _check_options({**self.defaults, **param_group})
         before = {id(p) for group in self.param_groups for p in group["params"]}
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        fresh = [p for p in group["params"] if id(p) not in before]
+        try:
+            self._adopt([p for p in self.param_groups[-1]["params"] if id(p) not in before])
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def _adopt(self, fresh: Sequence[torch.Tensor]) -> None:
         runtime = self._find_runtime(fresh)
         touched: dict[ParamGroup, None] = {}
         for param in fresh:
             handle = runtime.resolve(param)
             self._handles[id(param)] = handle
-            self._option_group[handle] = len(self.param_groups) - 1
             if handle.real.requires_grad and handle.real.dtype not in (torch.float32, torch.bfloat16):
                 raise ConfigError(
                     f"{handle.name!r} has dtype {handle.real.dtype}; AdamW updates float32 and "
@@ -201,20 +206,28 @@ class AdamW(torch.optim.Optimizer):
         )
 
     def _options_of(self, param: ShardedParam) -> Mapping[str, Any] | None:
-        index = self._option_group.get(param)
-        return None if index is None else self.param_groups[index]
+        return self._options.find(self.param_groups, param)
+
+    def _handle_of(self, param: torch.Tensor) -> ShardedParam:
+        handle = self._handles.get(id(param))
+        if handle is None:
+            raise StateError(
+                f"param_groups hold a tensor of shape {tuple(param.shape)} that this optimizer was not "
+                f"given. Remedy: optimizer.add_param_group({{'params': ...}}), which gives it states"
+            )
+        return handle
 
     def _check_unchanged(self) -> None:
         """Inside-backward updates have used the options as they were during backward."""
         for group, scalars in self._frozen_scalars.items():
             for index, used in scalars.items():
                 options = self._options_of(group.params[index])
-                assert options is not None
-                if self._scalars(options, used.step) != used:
+                if options is None or self._scalars(options, used.step) != used:
                     raise StateError(
-                        "an option of the optimizer (such as lr) was changed between backward and "
-                        "step(), but update: 'backward' has used it already. Remedy: change it before "
-                        "backward (schedulers: after step()), or update: 'deferred'"
+                        "an option of the optimizer (such as lr, or what its groups hold) was changed "
+                        "between backward and step(), but update: 'backward' has used it already. "
+                        "Remedy: change it before backward (schedulers: after step()), or update: "
+                        "'deferred'"
                     )
 
     @uninterrupted
