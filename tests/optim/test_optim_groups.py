@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from optim_rig import PLACEMENTS, Net, assert_equal_to, make_net, sharded, take_step
@@ -252,21 +253,39 @@ def test_what_is_no_parameters_is_refused(params: Any, tmp_path: Path) -> None:
         tiermem.optim.AdamW(params)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"lr": -1.0},
-        {"lr": float("nan")},
-        {"betas": (-0.1, 0.9)},
-        {"betas": (0.9, 1.0)},
-        {"eps": -1e-8},
-        {"weight_decay": -0.1},
-        {"betas": (0.9, float("nan"))},
-        {"lr": torch.tensor(-1.0)},
-        {"lr": torch.ones(2)},
-    ],
-    ids=str,
-)
+WRONG: list[dict[str, Any]] = [
+    {"lr": -1.0},
+    {"lr": float("nan")},
+    {"betas": (-0.1, 0.9)},
+    {"betas": (0.9, 1.0)},
+    {"eps": -1e-8},
+    {"weight_decay": -0.1},
+    {"betas": (0.9, float("nan"))},
+    {"lr": torch.tensor(-1.0)},
+    {"lr": torch.ones(2)},
+    {"lr": "1e-3"},
+    {"lr": "a"},
+    {"lr": None},
+    {"lr": True},
+    {"lr": float("inf")},
+    {"lr": torch.tensor(1j)},
+    {"lr": torch.tensor(float("nan"))},
+    {"eps": None},
+    {"eps": float("nan")},
+    {"eps": [1e-8]},
+    {"weight_decay": float("nan")},
+    {"weight_decay": "0.1"},
+    {"betas": (0.9,)},
+    {"betas": (0.9, 0.99, 0.999)},
+    {"betas": 0.9},
+    {"betas": None},
+    {"betas": "09"},
+    {"betas": (0.9, "0.999")},
+    {"betas": (None, 0.999)},
+]
+
+
+@pytest.mark.parametrize("options", WRONG, ids=str)
 def test_wrong_hyperparameters_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
     ((key, value),) = options.items()
     with sharded(tmp_path) as (_, model):
@@ -275,8 +294,33 @@ def test_wrong_hyperparameters_are_refused(options: dict[str, Any], tmp_path: Pa
         # In a group too, and the refusals leave everything as it was.
         with pytest.raises(ConfigError, match=key):
             tiermem.optim.AdamW([{"params": list(model.parameters()), key: value}])
-        optimizer = tiermem.optim.AdamW(model.parameters())
+        optimizer = tiermem.optim.AdamW(model.first.parameters())
+        with pytest.raises(ConfigError, match=key):
+            optimizer.add_param_group({"params": list(model.second.parameters()), key: value})
+        state = optimizer.state_dict()
+        state["param_groups"][0][key] = value
+        with pytest.raises(ConfigError, match=key):
+            optimizer.load_state_dict(state)
         take_step(model, optimizer, 0)
+        assert (
+            optimizer.param_groups[0][key]
+            == tiermem.optim.AdamW(model.branch.parameters()).defaults[key]
+        )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr": torch.tensor([1e-2])},
+        {"lr": np.float32(1e-2), "eps": np.float64(1e-8)},
+        {"lr": 0, "weight_decay": 0, "eps": 0},
+        {"betas": [0.9, 0.99]},
+    ],
+    ids=str,
+)
+def test_every_kind_of_number_is_taken(options: dict[str, Any], tmp_path: Path) -> None:
+    with sharded(tmp_path) as (_, model):
+        take_step(model, tiermem.optim.AdamW(model.parameters(), **options), 0)
 
 
 def test_a_refused_group_is_not_added(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from tiermem.errors import ConfigError, StateError
 from tiermem.kernels import AdamWStep, Kernels
-from tiermem.optim.options import OptionIndex
+from tiermem.optim.options import OptionIndex, check_options
 from tiermem.optim.state import LazyState, LazyStates
 from tiermem.types import Field
 from tiermem.zero.access import full_master, set_full_master
@@ -90,6 +90,7 @@ class AdamW(torch.optim.Optimizer):
             "maximize": maximize,
             "amsgrad": amsgrad,
         }
+        check_options(defaults)
         super().__init__(params, defaults)
         self.state = LazyStates(  # type: ignore[assignment]
             self._all_params, self._state_of
@@ -99,7 +100,7 @@ class AdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters; those without gradients (frozen) get no states."""
-        _check_options({**self.defaults, **param_group})
+        check_options({**self.defaults, **param_group})
         before = {id(p) for group in self.param_groups for p in group["params"]}
         super().add_param_group(param_group)
         try:
@@ -333,7 +334,7 @@ class AdamW(torch.optim.Optimizer):
                 f"{[len(group['params']) for group in saved]}, this optimizer has {sizes}"
             )
         for group, loaded in zip(self.param_groups, saved, strict=True):
-            _check_options({**group, **loaded})
+            check_options({**group, **loaded})
         positions = itertools.chain.from_iterable(group["params"] for group in saved)
         handles = [self._handles[id(param)] for param in self._all_params()]
         found = {
@@ -380,19 +381,3 @@ def _check_state(param: ShardedParam, saved: Mapping[str, Any]) -> None:
 
 def _flat(value: torch.Tensor, param: ShardedParam) -> torch.Tensor:
     return flatten_like(value.detach().to(device="cpu", dtype=torch.float32), param.spec.stride)
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` for options of a parameter group that cannot work."""
-    lr, betas = options["lr"], options["betas"]
-    if options.get("amsgrad"):
-        raise ConfigError("amsgrad=True is not supported (a third moment); use amsgrad=False")
-    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
-        raise ConfigError(f"lr is a tensor of {lr.numel()} elements; it must be a number")
-    if not float(lr) >= 0:
-        raise ConfigError(f"lr is {lr}; it must be at least 0")
-    for name in ("eps", "weight_decay"):
-        if not options[name] >= 0:
-            raise ConfigError(f"{name} is {options[name]}; it must be at least 0")
-    if not all(0 <= beta < 1 for beta in betas):
-        raise ConfigError(f"betas are {betas}; each must be at least 0 and below 1")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
 
+from tiermem.errors import ConfigError
 from tiermem.zero.group import ShardedParam
 
 
@@ -46,3 +49,36 @@ class OptionIndex:
         if index >= len(groups) or len(groups[index]["params"]) != len(self._members[index]):
             return False
         return self._resolve(groups[index]["params"][position]) is param
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for options of a parameter group that cannot work."""
+    if options.get("amsgrad"):
+        raise ConfigError("amsgrad=True is not supported (a third moment); use amsgrad=False")
+    for name in ("lr", "eps", "weight_decay"):
+        value = _number(name, options[name])
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"{name} is {value}; it must be at least 0 and finite")
+    betas = options["betas"]
+    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
+        raise ConfigError(f"betas are {betas!r}; they must be two numbers, such as (0.9, 0.999)")
+    if not all(0 <= _number("one of the betas", beta) < 1 for beta in betas):
+        raise ConfigError(f"betas are {betas}; each must be at least 0 and below 1")
+
+
+def _number(name: str, value: object) -> float:
+    """Numbers and real tensors of one element (a learning rate that a scheduler fills)."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise ConfigError(f"{name} is a tensor of {value.numel()} elements; it must be a number")
+        if not value.is_complex() and value.dtype is not torch.bool:
+            return float(value)
+    elif isinstance(value, Real) and not isinstance(value, bool):
+        return float(value)
+    kind = f"{value.dtype} tensor" if isinstance(value, torch.Tensor) else type(value).__name__
+    raise ConfigError(
+        f"{name} is {value!r}, a {kind}; it must be a number, such as {_USUAL.get(name, 0.9)}"
+    )
+
+
+_USUAL = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 1e-2}
