@@ -114,6 +114,24 @@ def test_inside_distributed_data_parallel(monkeypatch: pytest.MonkeyPatch) -> No
     assert compat.inside_distributed_data_parallel()
 
 
+def test_state_dict_hooks() -> None:
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
+    register = {
+        "before save": optimizer.register_state_dict_pre_hook,
+        "after save": optimizer.register_state_dict_post_hook,
+        "before load": optimizer.register_load_state_dict_pre_hook,
+        "after load": optimizer.register_load_state_dict_post_hook,
+    }
+    for when, function in register.items():
+        assert compat.state_dict_hooks(optimizer, when) == []
+        first, second = (lambda *_: None), (lambda *_: None)
+        handle = function(second)
+        function(first, prepend=True)
+        assert compat.state_dict_hooks(optimizer, when) == [first, second]
+        handle.remove()
+        assert compat.state_dict_hooks(optimizer, when) == [first]
+
+
 def test_caller_frame() -> None:
     def inner():
         return compat.caller_frame(1), compat.caller_frame(2)

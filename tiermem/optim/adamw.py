@@ -13,8 +13,9 @@ from torch.optim.optimizer import ParamsT
 from tiermem.errors import ConfigError, StateError
 from tiermem.kernels import AdamWStep, Kernels
 from tiermem.optim.options import OptionIndex, check_options
-from tiermem.optim.state import LazyState, LazyStates
+from tiermem.optim.state import MOMENT_KEYS, LazyState, LazyStates, check_state
 from tiermem.types import Field
+from tiermem.zero import compat
 from tiermem.zero.access import full_master, set_full_master
 from tiermem.zero.attach import attach_optimizer
 from tiermem.zero.gradients import GroupGradient, flatten_like
@@ -307,6 +308,15 @@ class AdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """torch's shape: ``{"state": {index: ...}, "param_groups": [...]}``. States are read from
         their tier when they are looked at (see `LazyState`), as they are then."""
+        for before in compat.state_dict_hooks(self, "before save"):
+            before(self)
+        state_dict = self._packed()
+        for after in compat.state_dict_hooks(self, "after save"):
+            changed = after(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        return state_dict
+
+    def _packed(self) -> dict[str, Any]:
         params = self._all_params()
         groups, start = [], 0
         for group in self.param_groups:
@@ -320,10 +330,19 @@ class AdamW(torch.optim.Optimizer):
         )
         return {"state": states, "param_groups": groups}
 
-    @uninterrupted
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes a state of this class or of `torch.optim.AdamW` over the same parameters in the same
         order. ``master`` (fp32), where present, becomes the master and the parameter."""
+        state_dict = dict(state_dict)  # for hooks to change, as in torch
+        for before in compat.state_dict_hooks(self, "before load"):
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        self._load(state_dict)
+        for after in compat.state_dict_hooks(self, "after load"):
+            after(self)
+
+    @uninterrupted
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
         if "param_groups" not in state_dict or "state" not in state_dict:
             raise StateError("a state has the keys 'state' and 'param_groups'; this one lacks some")
         saved = state_dict["param_groups"]
@@ -343,7 +362,7 @@ class AdamW(torch.optim.Optimizer):
             if position in state_dict["state"]
         }
         for handle, state in found.items():
-            _check_state(handle, state)
+            check_state(handle, state)
         self._rt.drain()
         for group, loaded in zip(self.param_groups, saved, strict=True):
             group.update({k: v for k, v in loaded.items() if k != "params"})
@@ -353,7 +372,7 @@ class AdamW(torch.optim.Optimizer):
     def _load_one(self, param: ShardedParam, saved: Mapping[str, Any] | None) -> None:
         """Takes one parameter's state; without one it starts anew, as in torch."""
         region = param.group.regions[param.segment.region]
-        for key, name in _KEYS.items():
+        for key, name in MOMENT_KEYS.items():
             if saved is not None:
                 self._rt.states.write(region, name, param, _flat(saved[key], param))
             elif name in region.initialised:
@@ -361,22 +380,6 @@ class AdamW(torch.optim.Optimizer):
         if saved is not None and "master" in saved and Field.MASTER_LO in region.states:
             set_full_master(param.placeholder, saved["master"])
         param.steps = int(saved["step"]) if saved is not None else 0
-
-
-_KEYS = {"exp_avg": Field.EXP_AVG, "exp_avg_sq": Field.EXP_AVG_SQ}
-
-
-def _check_state(param: ShardedParam, saved: Mapping[str, Any]) -> None:
-    """Raises `StateError` if ``saved`` is not a state of ``param``."""
-    missing = [key for key in ("step", *_KEYS) if key not in saved]
-    if missing:
-        raise StateError(f"the loaded state of {param.name!r} lacks {', '.join(missing)}")
-    for key in (*_KEYS, "master"):
-        if key in saved and tuple(saved[key].shape) != tuple(param.spec.shape):
-            raise StateError(
-                f"{key} of {param.name!r} has shape {tuple(saved[key].shape)}, the parameter has "
-                f"{tuple(param.spec.shape)}"
-            )
 
 
 def _flat(value: torch.Tensor, param: ShardedParam) -> torch.Tensor:

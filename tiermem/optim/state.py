@@ -1,10 +1,14 @@
-"""Optimizer state that is loaded when somebody looks at it."""
+"""Optimizer state that is loaded when somebody looks at it, and checks of what is given back."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+from tiermem.errors import StateError
+from tiermem.types import Field
+from tiermem.zero.group import ShardedParam
 
 Loader = Callable[[], Any]
 
@@ -67,3 +71,19 @@ class LazyStates(Mapping[Any, LazyState]):
 
     def __deepcopy__(self, memo: Any) -> dict[Any, Any]:
         return {key: dict(value.items()) for key, value in self.items()}
+
+
+MOMENT_KEYS = {"exp_avg": Field.EXP_AVG, "exp_avg_sq": Field.EXP_AVG_SQ}
+
+
+def check_state(param: ShardedParam, saved: Mapping[str, Any]) -> None:
+    """Raises `StateError` if ``saved`` is not a state of ``param``."""
+    missing = [key for key in ("step", *MOMENT_KEYS) if key not in saved]
+    if missing:
+        raise StateError(f"the loaded state of {param.name!r} lacks {', '.join(missing)}")
+    for key in (*MOMENT_KEYS, "master"):
+        if key in saved and tuple(saved[key].shape) != tuple(param.spec.shape):
+            raise StateError(
+                f"{key} of {param.name!r} has shape {tuple(saved[key].shape)}, the parameter has "
+                f"{tuple(param.spec.shape)}"
+            )

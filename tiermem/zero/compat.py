@@ -68,6 +68,20 @@ def inside_distributed_data_parallel() -> bool:
     return module.DistributedDataParallel._get_active_ddp_module() is not None
 
 
+_STATE_HOOKS = {
+    "before save": "_optimizer_state_dict_pre_hooks",
+    "after save": "_optimizer_state_dict_post_hooks",
+    "before load": "_optimizer_load_state_dict_pre_hooks",
+    "after load": "_optimizer_load_state_dict_post_hooks",
+}
+
+
+def state_dict_hooks(optimizer: torch.optim.Optimizer, when: str) -> list[Callable[..., Any]]:
+    """What ``register_state_dict_pre_hook`` and its like were given, in the order to call them.
+    ``when``: ``before save``, ``after save``, ``before load`` or ``after load``."""
+    return list(getattr(optimizer, _STATE_HOOKS[when]).values())
+
+
 def caller_frame(depth: int = 2) -> FrameType:
     """The Python frame ``depth`` levels up."""
     return sys._getframe(depth)
