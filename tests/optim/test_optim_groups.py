@@ -222,6 +222,16 @@ def test_parameters_that_are_not_sharded_are_refused(tmp_path: Path) -> None:
         tiermem.optim.AdamW([*model.parameters(), nn.Parameter(torch.ones(3))])
 
 
+def test_parameters_collected_before_shard_are_told_apart(tmp_path: Path) -> None:
+    with sharded(tmp_path) as (runtime, _):
+        model = make_net()
+        params = list(model.parameters())
+        tiermem.shard(model, runtime)
+        with pytest.raises(StateError, match=r"model\.parameters\(\) taken after.*before shard\(\)"):
+            tiermem.optim.AdamW(params)
+        tiermem.optim.AdamW(model.parameters())
+
+
 def test_parameters_of_two_runtimes_are_refused(tmp_path: Path) -> None:
     with (
         sharded(tmp_path) as (_, one),

@@ -135,7 +135,9 @@ class AdamW(torch.optim.Optimizer):
             else:
                 raise StateError(
                     "none of these parameters is sharded. Remedy: tiermem.shard(model, runtime) before "
-                    "the optimizer is made, or torch.optim.AdamW for ordinary parameters"
+                    "the optimizer is made, and model.parameters() taken after it (what was collected "
+                    "before shard() is not what the model holds now); torch.optim.AdamW for ordinary "
+                    "parameters"
                 )
         return self._runtime
 

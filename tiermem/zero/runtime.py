@@ -281,7 +281,7 @@ class Runtime:
                     return candidate
         raise StateError(
             f"a tensor of shape {tuple(param.shape)} is not a parameter of this runtime. Remedy: "
-            f"pass parameters of a model that tiermem.shard returned"
+            f"pass what model.parameters() gives after tiermem.shard(model, runtime)"
         )
 
 
