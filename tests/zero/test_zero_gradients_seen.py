@@ -43,6 +43,8 @@ def test_stand_in_has_the_true_metadata(twins) -> None:
         assert stand_in.dtype == plain.grad.dtype
         assert stand_in.device == plain.grad.device
         assert not stand_in.requires_grad
+        assert stand_in.type() == plain.grad.type()
+        assert stand_in.is_same_size(sharded)
         assert "embedding.weight" in repr(twins.model.embedding.weight.grad)
 
 

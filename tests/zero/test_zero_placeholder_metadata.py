@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
+
+import tiermem
+from tiermem.zero import placeholder
 
 QUESTIONS = {
     "shape": lambda p: tuple(p.shape),
@@ -21,6 +25,10 @@ QUESTIONS = {
     "bytes": lambda p: (p.element_size(), p.itemsize, p.nbytes),
     "kinds": lambda p: (p.is_floating_point(), p.is_complex(), p.is_cuda, p.is_meta, p.is_sparse),
     "torch kinds": lambda p: (torch.is_floating_point(p), torch.is_complex(p), torch.is_tensor(p)),
+    "type": lambda p: (p.type(), torch.typename(p)),
+    "same size": lambda p: (p.is_same_size(p), p.is_same_size(torch.ones(1)), p.is_same_size(other=p)),
+    "same memory": lambda p: (p.is_set_to(p), p.is_set_to(tensor=p)),
+    "where": lambda p: (p.get_device(), p.is_pinned(), p.is_shared(), p.is_inference(), p.is_signed()),
     "leaf": lambda p: (p.is_leaf, p.grad_fn, p.requires_grad, p.grad),
     "class": lambda p: (isinstance(p, nn.Parameter), isinstance(p, torch.Tensor)),
     "new device": lambda p: torch.empty(2, device=p.device, dtype=p.dtype).shape,
@@ -33,6 +41,40 @@ def test_metadata_is_that_of_the_parameter_and_reads_nothing(twins) -> None:
         for plain, sharded in zip(twins.plain.parameters(), twins.model.parameters(), strict=True):
             assert ask(sharded) == ask(plain), question
         assert _state(twins) == before, question
+
+
+def test_every_name_listed_as_metadata_is_answered_without_data(twins) -> None:
+    param, plain = twins.model.head.weight, twins.plain.head.weight
+    before = _state(twins)
+    for name in sorted(placeholder._METADATA - {"__hash__"}):
+        if not hasattr(torch.Tensor, name):  # has_names is gone since torch 2.13
+            continue
+        assert getattr(param, name)() == getattr(plain, name)(), name
+    for name in sorted(placeholder._METADATA_PROPERTIES):
+        getattr(param, name, None)
+    assert _state(twins) == before
+
+
+def test_two_parameters_are_not_the_same_memory(twins) -> None:
+    first, second = twins.model.blocks[0].up.weight, twins.model.blocks[1].up.weight
+    assert first.is_same_size(second)
+    assert not first.is_set_to(second)
+    assert not first.is_set_to(tensor=second)
+    assert not first.is_set_to(torch.ones(2))
+    with tiermem.gathered(first):
+        assert first.is_set_to(twins.model.blocks[0].up.weight)
+
+
+def test_casts_by_name(twins) -> None:
+    param = twins.model.head.weight
+    assert param.type(torch.float32) is param
+    assert param.type("torch.FloatTensor") is param
+    assert param.type(torch.float64).dtype == torch.float64
+
+
+def test_a_parameter_in_place_of_a_list_gets_torchs_own_message(twins) -> None:
+    with pytest.raises(TypeError, match="iterable of Tensors"):
+        tiermem.optim.AdamW(twins.model.head.weight)
 
 
 def _state(twins):

@@ -61,9 +61,6 @@ _METADATA = frozenset(
         "is_contiguous",
         "is_inference",
         "is_shared",
-        "is_pinned",
-        "is_set_to",
-        "is_same_size",
         "has_names",
         "storage_offset",
         "__hash__",
@@ -216,6 +213,13 @@ def _method(self: Placeholder, name: str, func: Any, args: Any, kwargs: Any) -> 
             return func(*args, **kwargs)
     if name == _COMPATIBLE:
         return args[0] is args[1]
+    if name == "is_same_size":
+        return _sizes_only(func, args, kwargs)
+    if name == "is_pinned":  # no memory, so none that is locked
+        return False
+    if name == "is_set_to":
+        other = args[1] if len(args) > 1 else kwargs.get("tensor")
+        return self is other if isinstance(other, Placeholder) else NotImplemented
     if name == "requires_grad_":
         handle.set_requires_grad(bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True)))
         return self
@@ -224,17 +228,28 @@ def _method(self: Placeholder, name: str, func: Any, args: Any, kwargs: Any) -> 
     if name == "register_post_accumulate_grad_hook":
         return handle.add_grad_hook(*args[1:], **kwargs)
     if name in _CASTS:
-        return _cast(self, name, func, args, kwargs)
+        return _cast(self, func, args, kwargs)
     if name in _REFUSED:
         raise _refusal(self, name, _REFUSED[name])
     return NotImplemented
 
 
-def _cast(self: Placeholder, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """A cast that changes nothing gives the placeholder itself."""
+def _sizes_only(func: Any, args: Any, kwargs: Any) -> Any:
+    """``func`` on tensors of the same sizes that have no data."""
+    with compat.disable_torch_function():
+        sizes = tree_map_only(
+            torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), (args, kwargs)
+        )
+        return func(*sizes[0], **sizes[1])
+
+
+def _cast(self: torch.Tensor, func: Any, args: Any, kwargs: Any) -> Any:
+    """A cast that changes nothing gives the tensor itself; ``type()`` gives a name."""
     with compat.disable_torch_function():
         probe = torch.empty(0, dtype=self.dtype, device=self.device)
         target = func(probe, *args[1:], **kwargs)
+        if isinstance(target, str):
+            return target
         same = target.dtype == self.dtype and target.device == self.device and not kwargs.get("copy")
     if same:
         return self
@@ -321,8 +336,12 @@ class GradientStandIn(torch.Tensor):
             metadata = name in _METADATA or (
                 name == "__get__" and _property_name(func) in (_METADATA_PROPERTIES | {"grad"})
             )
-            if name in _CASTS and _same(self, func, args, kwargs):
-                return self
+            if name == "is_same_size":
+                return _sizes_only(func, args, kwargs)
+            if name in _CASTS:
+                target = _cast(self, func, args, kwargs)
+                if target is not NotImplemented:
+                    return target
             if metadata:
                 with compat.disable_torch_function():
                     return func(*args, **kwargs)
@@ -332,12 +351,6 @@ class GradientStandIn(torch.Tensor):
 def _is_same(self: GradientStandIn, other: object) -> bool:
     """Stand-ins are made at each access to ``.grad``; their discard tells whose they are."""
     return isinstance(other, GradientStandIn) and other._name == self._name
-
-
-def _same(self: torch.Tensor, func: Any, args: Any, kwargs: Any) -> bool:
-    with compat.disable_torch_function():
-        target = func(torch.empty(0, dtype=self.dtype, device=self.device), *args[1:], **kwargs)
-        return bool(target.dtype == self.dtype and target.device == self.device)
 
 
 def _gradient_refusal(what: str, args: Any) -> StateError:
