@@ -188,6 +188,31 @@ def test_special_caller_of_data_parallel() -> None:
     assert "DistributedDataParallel" in _Asking.seen
 
 
+class _Sparse(torch.Tensor):
+    """Notes who asks whether it is sparse."""
+
+    seen: list[bool]
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if getattr(func, "__self__", None) is torch.Tensor.is_sparse:
+            cls.seen.append(compat.asked_by_torch_optimizer())
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Adamax", "NAdam"])
+def test_asked_by_torch_optimizer(kind: str) -> None:
+    param = nn.Parameter(torch.ones(2))
+    param.grad = torch.ones(2).as_subclass(_Sparse)
+    _Sparse.seen = []
+    assert not param.grad.is_sparse
+    assert _Sparse.seen == [False]
+    _Sparse.seen = []
+    getattr(torch.optim, kind)([param], lr=0.1).step()
+    assert _Sparse.seen[0] is True
+    assert not compat.asked_by_torch_optimizer()
+
+
 @pytest.mark.parametrize("retain", [True, False])
 @pytest.mark.parametrize("way", ["backward", "autograd.backward", "autograd.grad"])
 def test_backward_retains_graph(retain: bool, way: str) -> None:

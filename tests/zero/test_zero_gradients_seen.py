@@ -61,6 +61,27 @@ def test_torch_clipping_raises_with_the_remedy(twins, foreach) -> None:
     twins.check()
 
 
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adagrad"])
+def test_torch_optimizers_raise_with_the_remedy(make_twins, kind: str, foreach: bool | None) -> None:
+    twins = make_twins()
+    foreign = getattr(torch.optim, kind)(twins.model.parameters(), lr=1e-2, foreach=foreach)
+    backward_both(twins)
+    with pytest.raises(StateError, match=r"tiermem\.optim\.AdamW.*clip_grad_norm_.*full_grad"):
+        foreign.step()
+    for _, optimizer in twins.both:
+        optimizer.step()
+        optimizer.zero_grad()
+    twins.check()
+
+
+def test_grad_scaler_raises_with_the_remedy(twins) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(twins.model, batch(0))).backward()
+    with pytest.raises(StateError, match=r"tiermem\.optim\.AdamW.*GradScaler"):
+        scaler.step(twins.optimizer)
+
+
 def test_own_clipping_is_torchs(twins) -> None:
     for step in range(3):
         backward_both(twins, step)

@@ -119,6 +119,19 @@ def special_caller() -> str | None:
     return None
 
 
+def asked_by_torch_optimizer() -> bool:
+    """Whether one of torch's optimizers is collecting parameters and gradients for its step, which
+    is before it changes anything: ``_init_group`` in torch/optim asks gradients ``is_sparse``."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(6):
+        if frame is None:
+            return False
+        if frame.f_code.co_name == "_init_group" and "/torch/optim/" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def backward_retains_graph() -> bool:
     """Whether the innermost running backward was called with ``retain_graph``: the third
     positional argument of ``torch.autograd.graph._engine_run_backward``."""

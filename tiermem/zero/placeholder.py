@@ -258,7 +258,10 @@ def _cast(self: torch.Tensor, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _gathered_call(func: Any, args: Any, kwargs: Any) -> Any:
     """``func`` with every placeholder's parameter gathered and put in its place."""
-    found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Placeholder)]
+    leaves = tree_leaves((args, kwargs))
+    found = [leaf for leaf in leaves if isinstance(leaf, Placeholder)]
+    if any(isinstance(leaf, GradientStandIn) for leaf in leaves):  # before anything is gathered
+        raise _gradient_refusal(getattr(func, "__name__", ""), args)
     if not found:
         with compat.disable_torch_function():
             return func(*args, **kwargs)
@@ -289,8 +292,9 @@ _DISCARDING = frozenset(["zero_", "detach_", "requires_grad_"])
 class GradientStandIn(torch.Tensor):
     """Stands for a gradient that has left for its tier: true metadata, no values.
 
-    Reading values raises with the remedy, so that torch's ``clip_grad_norm_`` cannot silently see
-    nothing. ``zero_()`` means what it means in ``zero_grad(set_to_none=False)``: discard.
+    Reading values raises with the remedies, so that torch's ``clip_grad_norm_``, optimizers and
+    ``GradScaler`` cannot silently see nothing. ``zero_()`` means what it means in
+    ``zero_grad(set_to_none=False)``: discard.
     """
 
     _name: str
@@ -343,6 +347,9 @@ class GradientStandIn(torch.Tensor):
                 if target is not NotImplemented:
                     return target
             if metadata:
+                # torch's AdamW decays the weights before it touches a gradient: refuse it sooner.
+                if _property_name(func) == "is_sparse" and compat.asked_by_torch_optimizer():
+                    raise _gradient_refusal("a step of torch's optimizer", args)
                 with compat.disable_torch_function():
                     return func(*args, **kwargs)
         raise _gradient_refusal(name, args)
@@ -357,6 +364,7 @@ def _gradient_refusal(what: str, args: Any) -> StateError:
     names = [leaf._name for leaf in tree_leaves(args) if isinstance(leaf, GradientStandIn)]
     return StateError(
         f"{what} needs the gradient of {', '.join(map(repr, names[:3])) or 'a sharded parameter'}"
-        f"{' and others' if len(names) > 3 else ''}, which has left for its tier. Remedy: clip with "
-        f"opt.clip_grad_norm_(max_norm); read one with tiermem.full_grad(param)"
+        f"{' and others' if len(names) > 3 else ''}, which has left for its tier. Remedy: to "
+        f"update, opt = tiermem.optim.AdamW(...), not torch's optimizers or GradScaler; to clip, "
+        f"opt.clip_grad_norm_(max_norm); to look at one, tiermem.full_grad(param) gives a copy"
     )
