@@ -13,7 +13,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ByteSize, ConfigDict, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic import Field as Default
 
 from tiermem.errors import ConfigError
@@ -24,6 +32,17 @@ Update = Literal["deferred", "backward"]
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_boolean_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """``true`` would be taken for the number 1."""
+        assert info.field_name is not None
+        inner = value if isinstance(value, (list, tuple)) else (value,)
+        wants_boolean = cls.model_fields[info.field_name].annotation is bool
+        if not wants_boolean and any(isinstance(each, bool) for each in inner):
+            raise ValueError("must not be a boolean (true would count as 1); give a number or a name")
+        return value
 
 
 class IOConfig(_Strict):

@@ -46,6 +46,18 @@ MISSPELT_IO = {
     "dirct": "direct",
 }
 
+NUMBERS = (
+    "host_memory",
+    "device_memory",
+    "resident_memory",
+    "prefetch_bytes",
+    "stripe_bytes",
+    "sub_group_numel",
+    "persistence_threshold_numel",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
+
 WRONG: list[tuple[str, Any]] = [
     ("params", "disk"),
     ("params", 3),
@@ -77,6 +89,11 @@ WRONG: list[tuple[str, Any]] = [
     ("path_weights", "heavy"),
     ("paths", 3),
     ("io", "libaio"),
+    ("params", True),
+    ("compute_dtype", False),
+    ("path_weights", [True, True]),
+    ("paths", True),
+    *((key, value) for key in NUMBERS for value in (True, False)),
 ]
 
 WRONG_IO: list[tuple[str, Any]] = [
@@ -91,6 +108,7 @@ WRONG_IO: list[tuple[str, Any]] = [
     ("write_depth", -1),
     ("write_depth", "deep"),
     ("direct", "sometimes"),
+    *((key, value) for key in ("chunk_bytes", "read_depth", "write_depth") for value in (True, False)),
 ]
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from tiermem.errors import BudgetError
+from tiermem.errors import BudgetError, StateError
 from tiermem.schedule.placement import DevicePlan
 from tiermem.store.records import Record, RecordSpec
 from tiermem.store.store import TieredStore
@@ -34,9 +34,10 @@ def shard(
     its ``reset_parameters()``), and works on ordinary CPU tensors in the parameters' original
     dtype. A parameter that several modules share is initialised by the first.
 
-    Raises `BudgetError` (with the smallest budget that works) and `StateError` before anything is
-    changed.
+    Raises `BudgetError` (with the smallest budget that works), `StateError` and `TypeError` before
+    anything is changed; `StateError` also when an initialiser forgets a buffer.
     """
+    _check_arguments(model, runtime)
     runtime.check_usable()
     units = plan_units(model, wrap)
     groups = plan_groups(units, runtime.config)
@@ -78,6 +79,24 @@ def shard(
         for param in group.params:
             param.note_references()
     return model
+
+
+def _check_arguments(model: object, runtime: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"shard takes a torch.nn.Module and a Runtime, not a {type(model).__name__} first"
+        )
+    if not isinstance(runtime, Runtime):
+        raise TypeError(
+            f"shard takes a torch.nn.Module and a Runtime, not a {type(runtime).__name__} second. "
+            f"Remedy: with tiermem.Runtime(config) as runtime: tiermem.shard(model, runtime)"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise StateError(
+                f"{name or 'the model'!r} is a ScriptModule ({type(module).__name__}), whose code "
+                f"keeps its own parameters. Remedy: shard the module that it was made from"
+            )
 
 
 def _check_beside_others(runtime: Runtime, plan: DevicePlan) -> None:

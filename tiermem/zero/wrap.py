@@ -78,6 +78,11 @@ def _check(param: nn.Parameter, name: str) -> None:
         )
     if param.is_sparse or param.layout.__str__() != "torch.strided":
         raise StateError(f"{name!r} has layout {param.layout}; only strided parameters are sharded")
+    if param.is_inference():
+        raise StateError(
+            f"{name!r} was made under torch.inference_mode() and cannot be trained. Remedy: build the "
+            f"model outside of it, or inside torch.inference_mode(False)"
+        )
     if param.grad is not None:
         raise StateError(f"{name!r} has a gradient. Remedy: model.zero_grad() before tiermem.shard")
 
