@@ -83,6 +83,14 @@ def test_make_wrapper() -> None:
     assert made.is_leaf
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_storage_key(device: str) -> None:
+    a, b = (torch.ones(8, device=device) for _ in range(2))
+    assert compat.storage_key(a) == compat.storage_key(a[4:])
+    assert compat.storage_key(a) == compat.storage_key(nn.Parameter(a.data))
+    assert compat.storage_key(a) != compat.storage_key(b)
+
+
 def test_disable_torch_function() -> None:
     class Loud(torch.Tensor):
         @classmethod

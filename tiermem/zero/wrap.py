@@ -10,6 +10,7 @@ from torch import nn
 
 from tiermem.errors import ConfigError, StateError
 from tiermem.zero.group import Slot
+from tiermem.zero.overlap import check_storages
 from tiermem.zero.placeholder import Placeholder
 
 Wrap = Iterable[nn.Module | str | type[nn.Module]] | None
@@ -36,7 +37,8 @@ class PlannedUnit:
 
 
 def plan_units(model: nn.Module, wrap: Wrap) -> list[PlannedUnit]:
-    """Assigns every parameter of ``model`` to one unit.
+    """Assigns every parameter of ``model`` to one unit. Raises `StateError` for one that cannot be
+    sharded.
 
     A parameter belongs to the innermost wrapped module that holds it; what no wrapped module holds
     goes to a unit for the module that names it. A tied parameter belongs to the first.
@@ -63,6 +65,7 @@ def plan_units(model: nn.Module, wrap: Wrap) -> list[PlannedUnit]:
                 planned = known[id(param)] = PlannedParam(f"{name}.{key}".lstrip("."), param)
                 unit.params.append(planned)
             planned.slots.append(Slot(module, key))
+    check_storages(known.values())
     result = list(units.values())
     _find_enclosing(result)
     return result
