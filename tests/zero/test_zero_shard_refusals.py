@@ -48,3 +48,14 @@ def test_parameters_made_under_inference_mode(make_runtime) -> None:
     _refused(
         nn.Sequential(nn.Linear(4, 4), inner), make_runtime(), r"'1\.weight'.*inference_mode\(False\)"
     )
+
+
+def test_a_meta_model_made_under_inference_mode_is_made_anew(make_runtime) -> None:
+    with torch.inference_mode(), torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
+    tiermem.shard(model, make_runtime())
+    optimizer = tiermem.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.randn(4, 64)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()

@@ -81,7 +81,7 @@ def _check(param: nn.Parameter, name: str) -> None:
         )
     if param.is_sparse or param.layout.__str__() != "torch.strided":
         raise StateError(f"{name!r} has layout {param.layout}; only strided parameters are sharded")
-    if param.is_inference():
+    if param.is_inference() and param.device.type != "meta":  # those are made anew
         raise StateError(
             f"{name!r} was made under torch.inference_mode() and cannot be trained. Remedy: build the "
             f"model outside of it, or inside torch.inference_mode(False)"
