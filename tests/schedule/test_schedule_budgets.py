@@ -89,3 +89,46 @@ def test_device_budget(groups, extra: int, prefetch: int | None) -> None:
     if smallest:
         with pytest.raises(BudgetError, match=str(smallest)):
             plan_device(groups, working, smallest - 1, prefetch)
+
+
+ADVICE = [
+    (Tier.HOST, Tier.NVME, {}, "or move params to 'nvme'"),
+    (Tier.NVME, Tier.HOST, {}, "or move optimizer to 'nvme'"),
+    (Tier.HOST, Tier.HOST, {"spill_allowed": False}, "or move params and optimizer to 'nvme'"),
+    (Tier.DEVICE, Tier.DEVICE, {"spill_allowed": False}, "or move optimizer to 'nvme', so that"),
+    (
+        Tier.NVME,
+        Tier.NVME,
+        {},
+        "or wrap smaller modules: the largest unit's gradients alone take 3.8 MiB",
+    ),
+    (
+        Tier.NVME,
+        Tier.NVME,
+        {"sub_group_numel": 1 << 20},
+        r"lower sub_group_numel \(now 1048576\), or wrap",
+    ),
+]
+
+
+@pytest.mark.parametrize(("params", "optimizer", "changes", "advice"), ADVICE)
+def test_advice_fits_the_placement(params: Tier, optimizer: Tier, changes: dict, advice: str) -> None:
+    groups = [size_of(1_000_000, True, False), size_of(4096, True, True)]
+    request = HostRequest(
+        total=8192,
+        budget=8192,
+        params=params,
+        optimizer=optimizer,
+        spill_allowed=True,
+        keep_gradients=True,
+        state_itemsize=10,
+        grad_itemsize=4,
+        sub_group_numel=None,
+        transfer_bytes=0,
+        stripe_bytes=1 << 20,
+        resident_limit=None,
+    )
+    with pytest.raises(BudgetError, match=f"Remedy: raise host_memory, {advice}") as caught:
+        plan_host(groups, replace(request, **changes))
+    if params is optimizer is Tier.NVME:
+        assert "nvme" not in str(caught.value)

@@ -94,7 +94,7 @@ def plan_host(groups: Sequence[GroupSize], request: HostRequest) -> HostPlan:
         raise BudgetError(
             f"host_memory is {format_bytes(request.total)} ({request.total} bytes); the smallest "
             f"that works for this model and placement is {format_bytes(smallest + used)} "
-            f"({smallest + used} bytes). Raise host_memory, or move params or optimizer to 'nvme'"
+            f"({smallest + used} bytes). Remedy: raise host_memory{_other_remedy(request, streams)}"
         )
     free = request.budget - fixed
     sub_group, num_slots = 0, 0
@@ -129,6 +129,27 @@ def plan_host(groups: Sequence[GroupSize], request: HostRequest) -> HostPlan:
         ),
         free if request.resident_limit is None else min(free, request.resident_limit),
     )
+
+
+def _other_remedy(request: HostRequest, streams: Sequence[GroupSize]) -> str:
+    """What else would make less host memory do, as things are placed now."""
+    on_host = [
+        name
+        for name, tier in (("params", request.params), ("optimizer", request.optimizer))
+        if tier is Tier.HOST
+    ]
+    if on_host:
+        return f", or move {' and '.join(on_host)} to 'nvme'"
+    if streams and request.keep_gradients and not request.spill_allowed:
+        return ", or move optimizer to 'nvme', so that gradients can go there too"
+    remedies = ""
+    if request.sub_group_numel is not None:
+        remedies = f", lower sub_group_numel (now {request.sub_group_numel})"
+    largest = max((group.staged_bytes for group in streams), default=0)
+    if largest:
+        remedies += ", or wrap smaller modules: the largest unit's gradients alone take "
+        remedies += format_bytes(largest)
+    return remedies
 
 
 def _fixed_bytes(groups: Sequence[GroupSize], request: HostRequest) -> int:
