@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from tiermem.cli.output import OutputError, checked_output
 from tiermem.cli.train import train
 from tiermem.errors import TierMemError
 
@@ -31,12 +32,28 @@ app.command()(train)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command; its exit code. What tiermem raises on purpose is one message, no traceback."""
+    """Run one command; its exit code. What tiermem raises on purpose is one message, no traceback,
+    and so is a standard output that cannot be written."""
+    try:
+        with checked_output():
+            return _run(arguments)
+    except OutputError as error:
+        _say(f"cannot write to standard output: {error.strerror}")
+    except BrokenPipeError:
+        pass
+    return EXIT_ERROR
+
+
+def _run(arguments: Sequence[str]) -> int:
     try:
         app(args=list(arguments), prog_name="tiermem")
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else EXIT_ERROR
     except TierMemError as error:
-        Console(stderr=True).print(Text(f"error: {error}", style="red"), soft_wrap=True)
+        _say(str(error))
         return EXIT_ERROR
     return 0
+
+
+def _say(message: str) -> None:
+    Console(stderr=True).print(Text(f"error: {message}", style="red"), soft_wrap=True)
