@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -15,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from tiermem.errors import ConfigError
+from tiermem.errors import ConfigError, TierIOError
 from tiermem.store.mounts import Mount, find_mount
-from tiermem.store.rundir import RunDirectory, check_paths, is_live
+from tiermem.store.rundir import RunDirectory, check_paths, dead_bytes, is_live
 
 HOLD = """
     import sys, time
@@ -265,6 +266,38 @@ def test_path_without_permission(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match="not writable"):
         RunDirectory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "message"),
+    [
+        (errno.ENOENT, ConfigError, "cannot hold a run's files.*No such file"),  # as in /proc
+        (errno.EPERM, ConfigError, "cannot hold a run's files.*not permitted"),
+        (errno.ENOSPC, TierIOError, "making a run directory in .*No space left.*free space"),
+    ],
+)
+def test_a_directory_that_cannot_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[Exception], message: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(kind, match=message) as caught:
+        RunDirectory(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+    assert "0 bytes" not in str(caught.value)
+
+
+def test_what_dead_runs_hold_is_counted(tmp_path: Path) -> None:
+    assert dead_bytes(tmp_path) == 0
+    dead = dead_run(tmp_path)
+    (dead / "gen7.bin").write_bytes(bytes(1 << 20))
+    (dead / "notes.txt").write_bytes(bytes(1 << 20))
+    assert 1 << 20 <= dead_bytes(tmp_path) < 2 << 20
+    with RunDirectory(tmp_path) as live:
+        (live.path / "gen7.bin").write_bytes(bytes(1 << 20))
+        assert dead_bytes(tmp_path) == 0  # its neighbour was reclaimed
 
 
 def test_memory_filesystem_is_said(

@@ -123,5 +123,6 @@ def _open_auto(directory: str | os.PathLike[str] | None) -> Engine:
             return engine
         refusals.append(f"{backend}: {result}")
     raise ConfigError(
-        f"no I/O backend works in {directory or tempfile.gettempdir()}: {'; '.join(refusals)}"
+        f"no I/O backend works in {directory or tempfile.gettempdir()}: {'; '.join(refusals)}. Remedy: "
+        f"give a directory on a drive"
     )

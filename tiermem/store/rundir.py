@@ -38,6 +38,7 @@ _MAGIC = "tiermem run directory"
 _NAME = re.compile(r"tiermem-run-(?P<host>[A-Za-z0-9._]+)-(?P<pid>\d+)-[0-9a-f]{8}")
 _OURS = re.compile(r"gen\d+\.bin")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FULL_OR_FAULTY = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _MARKER_LIMIT = 4096  # bytes read of a marker
 
 
@@ -78,6 +79,11 @@ class RunDirectory:
             self._parent_fd = None
             if isinstance(error, TierIOError):
                 raise
+            if error.errno not in _FULL_OR_FAULTY:
+                raise ConfigError(
+                    f"path {str(self.parent)!r} cannot hold a run's files: making a directory there "
+                    f"failed ({error.strerror}); give a directory on the drive to use"
+                ) from error
             context = IOContext("making a run directory", str(self.parent), 0, 0)
             raise TierIOError(
                 error.errno or errno.EIO, context, "free space or choose another path"
@@ -181,6 +187,20 @@ def is_live(directory: Path) -> bool:
             os.close(marker)
     finally:
         os.close(fd)
+
+
+def dead_bytes(parent: Path) -> int:
+    """Bytes of the files of dead runs below ``parent``, which the next start reclaims."""
+    total = 0
+    for directory in parent.glob("tiermem-run-*"):
+        if _NAME.fullmatch(directory.name) and not is_live(directory):
+            with contextlib.suppress(OSError):  # somebody else reclaims them
+                total += sum(
+                    entry.stat(follow_symlinks=False).st_blocks * 512
+                    for entry in os.scandir(directory)
+                    if _OURS.fullmatch(entry.name)
+                )
+    return total
 
 
 def reclaim(parent: Path, parent_fd: int) -> tuple[str, ...]:
