@@ -65,7 +65,16 @@ def test_one_message_and_exit_code_1(
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--params", "many"), ("--steps", "0"), ("--nope",), ("--update", "x")]
+    "arguments",
+    [
+        ("--params", "many"),
+        ("--params", "9" * 400),
+        ("--seed", "99999999999999999999"),
+        ("--layers", "9999999999"),
+        ("--steps", "0"),
+        ("--nope",),
+        ("--update", "x"),
+    ],
 )
 def test_usage_errors_exit_with_2(run_tiermem: Run, arguments: tuple[str, ...]) -> None:
     code, _, error = run_tiermem("train", *arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from enum import Enum
 from pathlib import Path
@@ -15,6 +16,9 @@ from tiermem.errors import ConfigError
 
 _COUNT = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s*([kKmMbBgGtT]?)")
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+
+LARGEST = 2**31 - 1
+"""Of any size: more is a slip of the finger."""
 
 
 class Place(str, Enum):
@@ -49,7 +53,8 @@ class Schedule(str, Enum):
 def parse_count(text: str) -> int:
     """``"125M"`` -> 125_000_000; factors of 1000."""
     match = _COUNT.fullmatch(text.strip())
-    count = round(float(match[1]) * _FACTORS[match[2].lower()]) if match else 0
+    value = float(match[1]) * _FACTORS[match[2].lower()] if match else 0.0
+    count = round(value) if value < math.inf else 0
     if count < 1:
         raise typer.BadParameter(f"{text!r} is not a count such as 125M, 1.5B or 350000000")
     return count
@@ -69,20 +74,22 @@ def train(
         ),
     ] = None,
     layers: Annotated[
-        int | None, typer.Option(min=1, help="with --hidden, in place of --params")
+        int | None, typer.Option(min=1, max=LARGEST, help="with --hidden, in place of --params")
     ] = None,
-    hidden: Annotated[int | None, typer.Option(min=1, help="width of the model")] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="[default: hidden/64]")] = None,
+    hidden: Annotated[int | None, typer.Option(min=1, max=LARGEST, help="width of the model")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, max=LARGEST, help="[default: hidden/64]")] = None,
     context: Annotated[
         int | None,
-        typer.Option(min=1, help="positions the model has [default: 1024, or the sequence length]"),
+        typer.Option(
+            min=1, max=LARGEST, help="positions the model has [default: 1024, or the sequence length]"
+        ),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="sequences in a step")] = 4,
-    sequence_length: Annotated[int, typer.Option(min=1, help="bytes in a sequence")] = 256,
-    steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = 100,
+    batch_size: Annotated[int, typer.Option(min=1, max=LARGEST, help="sequences in a step")] = 4,
+    sequence_length: Annotated[int, typer.Option(min=1, max=LARGEST, help="bytes in a sequence")] = 256,
+    steps: Annotated[int, typer.Option(min=1, max=LARGEST, help="optimizer steps")] = 100,
     lr: Annotated[float, typer.Option(min=0, help="peak learning rate")] = 3e-4,
     schedule: Annotated[Schedule, typer.Option(help="of the learning rate")] = Schedule.constant,
-    warmup: Annotated[int, typer.Option(min=0, help="steps of linear warm-up")] = 0,
+    warmup: Annotated[int, typer.Option(min=0, max=LARGEST, help="steps of linear warm-up")] = 0,
     weight_decay: Annotated[float, typer.Option(min=0, help="decoupled")] = 0.1,
     clip: Annotated[
         float | None, typer.Option(min=0, help="clip gradients to this norm; 0 is off [default: 0]")
@@ -109,7 +116,9 @@ def train(
         str | None,
         typer.Option(metavar="SIZE", help="host memory that keeps parts of what lies on NVMe"),
     ] = None,
-    seed: Annotated[int, typer.Option(help="of the initial values and the data")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=-(2**63), max=2**64 - 1, help="of the initial values and the data")
+    ] = 0,
     check: Annotated[
         bool, typer.Option("--check", help="train in memory with plain PyTorch too; compare the losses")
     ] = False,

@@ -16,6 +16,7 @@ from tiermem.cli.directory import in_memory
 from tiermem.cli.interrupt import EXIT_INTERRUPTED, Interrupt
 from tiermem.cli.job import DEFAULT_PARAMETERS, ModelSize, TrainJob
 from tiermem.cli.progress import StepReport, open_progress
+from tiermem.cli.room import check_room
 from tiermem.cli.summary import Agreement, Summary, print_json, print_summary
 from tiermem.config import TierConfig
 from tiermem.errors import ConfigError
@@ -37,6 +38,7 @@ def train_job(job: TrainJob, interrupt: Interrupt) -> int:
     model_config = resolve_size(job.size)
     text = ByteText(job.files)
     text.batches(job.batch_size, job.sequence_length)  # too short a text is refused here
+    check_room(job, config, model_config)
     if job.check:
         _refuse_check_without_memory(model_config, config)
     _say_what_runs(console, job, config, model_config, text)
