@@ -107,6 +107,7 @@ class Bench:
             self.buffer = stack.enter_context(tio.aligned_buffer(2 * WINDOW * REQUEST_BYTES))
             self.engine = tio.open_engine(backend, folder)
             stack.callback(self.engine.close)
+            self.engine.register(self.buffer.address, self.buffer.nbytes)
             self.queue = self.engine.add_queue(options)
             self._warm()
             self._cleanup = stack.pop_all()

@@ -29,7 +29,7 @@ class _Strict(BaseModel):
 class IOConfig(_Strict):
     """How each path is driven."""
 
-    backend: Literal["auto", "libaio", "threads"] = "auto"
+    backend: Literal["auto", "libaio", "io_uring", "native_threads", "threads"] = "auto"
     direct: bool = Default(True, description="O_DIRECT; falls back to buffered, said once")
     chunk_bytes: ByteSize = Default(ByteSize(2 << 20), ge=4096, le=1 << 30, multiple_of=4096)
     read_depth: int = Default(16, ge=1, le=1024)
