@@ -72,7 +72,9 @@ class TierConfig(_Strict):
     poison_released: bool = Default(
         False, description="debugging: fill released gather buffers with NaN"
     )
-    pin_memory: bool = Default(True, description="lock host memory where the limit allows")
+    pin_memory: bool = Default(
+        True, description="lock host memory, and register it with io_uring, where the limit allows"
+    )
     io: IOConfig = IOConfig()
 
     @model_validator(mode="after")

@@ -43,7 +43,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("libaio", "io_uring", "native_threads", "threads")
+BACKENDS = ("io_uring", "libaio", "native_threads", "threads")
 """In order of preference."""
 
 WORKS = "works"

@@ -87,7 +87,7 @@ class NativeEngine:
         raise OSError(-code, f"{action} failed: {os.strerror(-code)}")
 
     def add_queue(self, options: QueueOptions) -> int:
-        """A new path queue; its number. OSError, with the remedy, when the system is out of something."""
+        """A new path queue; its number. OSError, with the remedy, where the system refuses it."""
         checks.check_options(options)
         native = ffi.new(
             "tm_queue_options *", (options.chunk_bytes, options.read_depth, options.write_depth)
@@ -160,7 +160,8 @@ class NativeEngine:
             return self._unregistered
         native = ffi.new("tm_memory_stats *")
         self._check(lib.tm_engine_memory_stats(self._handle, native), "reading what is registered")
-        text = f"{native.bytes} bytes ({format_bytes(native.bytes)}) registered, used by {native.chunks} chunks"
+        size = f"{native.bytes} bytes ({format_bytes(native.bytes)})"
+        text = f"{size} registered, used by {native.chunks} chunks"
         return f"{text}; {explain_memory(self.name, -native.refusal)}" if native.refusal else text
 
     def inject(self, fault: Fault | None) -> None:

@@ -48,8 +48,8 @@ def _explain_uring(code: int, depth: int) -> str | None:
         return _forbidden_uring()
     if code == errno.ENOMEM:
         return (
-            f"no memory for a ring of depth {depth}; before Linux 5.12 rings count as locked memory "
-            f"(the limit is {_memlock()}): raise it with `ulimit -l` or lower the queue depths"
+            f"no memory for a ring of depth {depth}; many kernels count rings as locked memory (the "
+            f"limit is {_memlock()}): raise it with `ulimit -l` or lower the queue depths"
         )
     return None
 
