@@ -26,6 +26,7 @@ from tiermem.io.threads import ThreadsEngine
 from tiermem.types import ALIGNMENT
 
 __all__ = [
+    "BACKENDS",
     "AlignedBuffer",
     "Engine",
     "EngineStats",
