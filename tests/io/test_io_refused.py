@@ -29,12 +29,21 @@ LITTLE_MEMORY = 64 << 10
 FORBID = """
 import ctypes, struct, sys
 
+LOAD, EQUAL, GREATER, GIVE = 0x20, 0x15, 0x25, 0x06  # LD|W|ABS, JMP|JEQ|K, JMP|JGT|K, RET|K
+ALLOW, FAIL = 0x7FFF0000, 0x00050000
+
 def forbid(numbers, error):
-    "Installs a seccomp filter: these system calls fail with this errno in this process."
-    load, equal, give = 0x20, 0x15, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_RET|K
-    code = [(load, 0, 0, 0)]
-    code += [(equal, len(numbers) - at, 0, number) for at, number in enumerate(numbers)]
-    code += [(give, 0, 0, 0x7FFF0000), (give, 0, 0, 0x00050000 | error)]
+    "These system calls fail with this errno in this thread and those that it starts."
+    code = [(LOAD, 0, 0, 0)]
+    code += [(EQUAL, len(numbers) - at, 0, number) for at, number in enumerate(numbers)]
+    install([*code, (GIVE, 0, 0, ALLOW), (GIVE, 0, 0, FAIL | error)])
+
+def forbid_batches(number, most, error):
+    "The system call fails if its second argument is above ``most``."
+    code = [(LOAD, 0, 0, 0), (EQUAL, 0, 2, number), (LOAD, 0, 0, 24), (GREATER, 1, 0, most)]
+    install([*code, (GIVE, 0, 0, ALLOW), (GIVE, 0, 0, FAIL | error)])
+
+def install(code):
     raw = b"".join(struct.pack("HBBI", *one) for one in code)
     text = ctypes.create_string_buffer(raw)
     program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(code), ctypes.addressof(text)))
@@ -137,6 +146,40 @@ def test_registering_is_forbidden(tmp_path: Path) -> None:
     assert name == "io_uring"
     assert registration.startswith("0 bytes")
     assert "allow io_uring_register" in registration or "takes Linux" in registration
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EAGAIN, errno.EBUSY])
+def test_refused_batches_leave_nothing_in_the_ring(tmp_path: Path, code: int) -> None:
+    """What the kernel did not take is not submitted with the next request."""
+    script = """
+forbid_batches(426, 2, int(sys.argv[2]))
+engine = tio.open_engine("io_uring")
+queue = engine.add_queue(tio.QueueOptions(4096, 4, 4))
+data = os.urandom(8192)
+with open(sys.argv[1] + "/f", "w+b") as file, tio.aligned_buffer(1 << 20) as buffer:
+    file.write(data)
+    file.flush()
+    for _ in range(2 if int(sys.argv[2]) == 22 else 1):  # others are tried again for a second
+        buffer.fill(7)
+        request = engine.submit(queue, tio.Op.READ, file.fileno(), 0, buffer.address + 65536, 4 * 4096)
+        try:
+            request.wait(30)
+            sys.exit("the batch was taken")
+        except OSError as error:
+            print(error.errno)
+        buffer.fill(9)
+        engine.submit(queue, tio.Op.READ, file.fileno(), 0, buffer.address, 4096).wait(30)
+        engine.submit(queue, tio.Op.READ, file.fileno(), 4096, buffer.address + 4096, 4096).wait(30)
+        with buffer.view as view:
+            assert bytes(view[:8192]) == data
+            assert bytes(view[8192:]) == b"\\x09" * (len(view) - 8192)
+engine.close()
+"""
+    if not works("io_uring", tmp_path) or sys.byteorder != "little":
+        pytest.skip("it does not work here")
+    seen = run(script, str(tmp_path), str(code)).split()
+    # Busy is told from completions that wait to be fetched, of which there are none here.
+    assert set(seen) == {str(errno.EAGAIN if code == errno.EBUSY else code)}
 
 
 def test_named_backend_is_not_replaced(tmp_path: Path) -> None:

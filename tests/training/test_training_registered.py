@@ -1,4 +1,4 @@
-"""With ``pin_memory`` a runtime's transfers use registered memory, and only what they touch is pinned."""
+"""With ``pin_memory`` transfers use registered memory, and only what they touch is pinned."""
 
 from __future__ import annotations
 
