@@ -322,13 +322,17 @@ class GatherScheduler:
                 continue
             if patience > 0:  # a view may be dying in another thread, or in a reference cycle
                 patience -= 1
-                gc.collect() if patience == 0 else time.sleep(0.002)
+                if patience:
+                    time.sleep(0.002)
+                else:
+                    gc.collect()
+                    self._sweep_lingering(from_dead_code=True)
                 continue
             raise BudgetError(self._full_message(group))
 
-    def _sweep_lingering(self) -> None:
+    def _sweep_lingering(self, *, from_dead_code: bool = False) -> None:
         for group in list(self.lingering):
-            if group.state is ShardedState.UNSHARDED or group.detach():
+            if group.state is ShardedState.UNSHARDED or group.detach(from_dead_code=from_dead_code):
                 self.lingering.discard(group)
 
     def _victim(self, wanted: ParamGroup, *, demand: bool) -> ParamGroup | None:

@@ -34,6 +34,7 @@ from tiermem.memory.lease import Lease
 from tiermem.store.records import Record
 from tiermem.types import Field
 from tiermem.zero import compat
+from tiermem.zero.holders import num_dead_references
 from tiermem.zero.layout import GroupLayout, ParamSpec, RegionLayout, Segment
 from tiermem.zero.placeholder import GradientStandIn, Placeholder
 
@@ -121,7 +122,16 @@ class ShardedParam:
     def held(self) -> bool:
         """Whether somebody else keeps the real parameter; see [Note: held parameters]. While a
         graph is alive, autograd's accumulator of a trainable parameter counts as one more."""
-        return sys.getrefcount(self.real) > self._references + self.real.requires_grad
+        return self._others > 0
+
+    @property
+    def _others(self) -> int:
+        return sys.getrefcount(self.real) - self._references - self.real.requires_grad
+
+    @property
+    def held_by_dead_code(self) -> bool:
+        """Whether all others that keep it are tracebacks; slow, see [Note: kept exceptions]."""
+        return self._others <= num_dead_references(self.real)
 
     def listen(self) -> None:
         """(Re-)registers our accumulation hook as the last one, so that users' see the gradient.
@@ -130,10 +140,18 @@ class ShardedParam:
         if not self.real.requires_grad:
             return
         backward = self.group.runtime.backward
+
+        def accumulated(leaf: torch.Tensor) -> None:
+            with compat.disable_torch_function():
+                gradient, leaf.grad = leaf.grad, None
+            del leaf  # the traceback of an error must not keep it
+            if gradient is not None:
+                backward.on_gradient(self, gradient)
+
         with compat.disable_torch_function():
             self._hooks = [
                 torch.Tensor.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    leaf, lambda leaf: backward.on_gradient(self, leaf)
+                    leaf, accumulated
                 )
                 for leaf in (self.real, self.placeholder)
             ]
@@ -291,13 +309,13 @@ class ParamGroup:
                     spec.shape, spec.stride, views[segment.region].storage_offset() + segment.start
                 )
 
-    def detach(self) -> bool:
+    def detach(self, *, from_dead_code: bool = False) -> bool:
         """Real parameters give up the lease; False if some are held (see [Note: held parameters])
-        and have to give it up later."""
+        and have to give it up later. With ``from_dead_code`` tracebacks do not hold."""
         complete = True
         with torch.inference_mode(False), torch.no_grad():
             for param in self.params:
-                if param.held:
+                if param.held and not (from_dead_code and param.held_by_dead_code):
                     complete = False
                 else:
                     param.real.data = absent(param.spec, param.real.device)
