@@ -105,11 +105,11 @@ class GatherScheduler:
         except BudgetError:
             if len(groups) < 2:
                 raise
-            self._vacate(groups)
+            self.vacate(groups)
             for group in groups:
                 self.unshard(group, traced=False)
 
-    def _vacate(self, groups: Sequence[ParamGroup]) -> None:
+    def vacate(self, groups: Sequence[ParamGroup] = ()) -> None:
         """Drops every lease that nobody needs now but, perhaps, one use of ``groups``."""
         for group in self.groups:
             uses = int(group in groups)
@@ -122,6 +122,8 @@ class GatherScheduler:
         self.finish_writes()
         while self._retire(wait=True):
             pass
+        if self.pool is not None:
+            self.pool.reclaim()
 
     def fetch(self, group: ParamGroup, *, traced: bool = True) -> None:
         """The group's parameters in its lease, up to date."""
@@ -533,6 +535,9 @@ class GatherScheduler:
             pass
         for group in self.groups:
             group.uses = 0
-            self._forget(group)
             for param in group.params:
                 param.stop_listening()
+            try:
+                self._forget(group)
+            except Exception as error:  # tensors that a torch.func transform has left behind, say
+                on_error(error)

@@ -114,6 +114,11 @@ class ShardedParam:
     def spec(self) -> ParamSpec:
         return self.segment.spec
 
+    @property
+    def num_references(self) -> int:
+        """References to the real parameter beside ours, right after it was taken over."""
+        return sys.getrefcount(self.real) - 2  # our attribute's and the argument's
+
     def note_references(self) -> None:
         """Takes the present reference count as that of nobody but us."""
         self._references = sys.getrefcount(self.real)
@@ -177,12 +182,18 @@ class ShardedParam:
         if gradients is None or self.index not in gradients.present:
             return None
         with compat.disable_torch_function():
-            return GradientStandIn(self.segment.spec, self.real.device, lambda: self.set_grad(None))
+            return GradientStandIn(self)
 
     def set_grad(self, value: torch.Tensor | None) -> None:
         self.real.grad = None
         if isinstance(value, GradientStandIn):
-            return
+            own = self.group.gradient
+            if value.stands_for(self) and own is not None and self.index in own.present:
+                return  # what it is already
+            raise StateError(
+                f"the gradient that is assigned to {self.name!r} has left for its tier and has no "
+                f"values here. Remedy: assign a copy, tiermem.full_grad(param), made while it was there"
+            )
         with self.group.runtime.interrupts:
             self.group.runtime.gradients.replace(self, value)
 

@@ -12,13 +12,15 @@ import inspect
 import sys
 from types import FrameType
 
+from tiermem.zero import compat
+
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def num_dead_references(value: object) -> int:
     """How many references to ``value`` are in frames whose code is over, or in argument tuples of
     such frames. Looks at every object: for last resorts only."""
-    running = _running_frames()
+    running = compat.running_frames()
     count = 0
     for holder in gc.get_referrers(value):
         if type(holder) is tuple:
@@ -35,18 +37,6 @@ def _only_in_dead_frames(arguments: tuple[object, ...], running: set[int]) -> bo
     dead = [frame for frame in frames if _is_over(frame, running)]
     # The parameter here and of getrefcount, the caller's variable and the list it comes from.
     return bool(dead) and sys.getrefcount(arguments) - 4 == len(dead)
-
-
-def _running_frames() -> set[int]:
-    ids = set()
-    frames: list[FrameType | None] = list(sys._current_frames().values())
-    while frames:  # emptied: a frame that refers to itself would be garbage that holds its callers
-        frame = frames.pop()
-        if frame is not None:
-            ids.add(id(frame))
-            frames.append(frame.f_back)
-            del frame
-    return ids
 
 
 def _is_over(frame: FrameType, running: set[int]) -> bool:
