@@ -401,7 +401,7 @@ class GatherScheduler:
             f"{format_bytes(budget)} ({budget} bytes) of which {format_bytes(free)} are free "
             f"({format_bytes(piece)} in one piece), and nothing is being released. Held by: {named}. "
             f"Remedy: raise device_memory, drop references to parameter views, or gather fewer "
-            f"parameters at once"
+            f"parameters at once (all units of one checkpointed function are needed together)"
         )
 
     # ---- giving up a lease
