@@ -148,8 +148,8 @@ class GradientStore:
             raise BudgetError(
                 f"{what} need {format_bytes(nbytes)} of host memory, "
                 f"{format_bytes(self._arena.free_bytes)} are free "
-                f"({format_bytes(self._arena.largest_free)} in one piece). Remedy: raise host_memory, or "
-                f"declare gradient_accumulation_steps so that they are planned for"
+                f"({format_bytes(self._arena.largest_free)} in one piece). Remedy: raise host_memory, "
+                f"or declare gradient_accumulation_steps so that they are planned for"
             )
         return block
 
