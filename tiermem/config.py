@@ -118,7 +118,7 @@ def load_config(source: TierConfig | Mapping[str, Any] | str | Path) -> TierConf
     if isinstance(source, TierConfig):
         return source
     if isinstance(source, (str, Path)):
-        source = _read_json(Path(source))
+        source = read_json(Path(source))
     if not isinstance(source, Mapping):
         raise ConfigError(f"a configuration is a mapping, a path or a TierConfig, not {source!r}")
     try:
@@ -129,7 +129,8 @@ def load_config(source: TierConfig | Mapping[str, Any] | str | Path) -> TierConf
         raise ConfigError(f"{count} in the configuration:\n  " + "\n  ".join(problems)) from None
 
 
-def _read_json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """The contents of a JSON file. Raises `ConfigError`."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import threading
+
 import pytest
 import torch
+from torch import nn
 from zero_models import Plain, Tied, loss_of
 from zero_twins import batch
 
 import tiermem
-from tiermem.errors import StateError
+from tiermem.errors import BudgetError, StateError
 
 
 def test_two_runtimes(make_twins, make_runtime, tmp_path) -> None:
@@ -185,4 +189,65 @@ def test_a_second_optimizer_on_the_same_parameters_is_refused(twins) -> None:
     with pytest.raises(StateError, match="has an optimizer already"):
         tiermem.optim.AdamW(twins.model.parameters())
     twins.steps(2)
+    twins.check()
+
+
+def test_a_second_model_without_room_names_the_budget_that_works(make_runtime) -> None:
+    """Device memory was opened for the first one."""
+
+    def build(width: int) -> nn.Module:
+        return nn.Sequential(*[nn.Linear(width, width) for _ in range(3)])
+
+    runtime = make_runtime(device_memory=None)
+    tiermem.shard(build(64), runtime)
+    larger = build(256)
+    with pytest.raises(BudgetError, match="give device_memory") as refused:
+        tiermem.shard(larger, runtime)
+    assert all(type(p) is nn.Parameter for p in larger.parameters())  # nothing was changed
+    smallest = int(re.findall(r"at least (\d+)", str(refused.value))[0])
+    for memory, enough in ((smallest - 4096, False), (smallest, True)):
+        runtime = make_runtime(device_memory=memory)
+        tiermem.shard(build(64), runtime)
+        if enough:
+            model = tiermem.shard(build(256), runtime)
+            model(torch.randn(2, 256)).sum().backward()
+        else:
+            with pytest.raises(BudgetError):
+                tiermem.shard(build(256), runtime)
+
+
+def test_several_threads_are_served_one_by_one_or_refused(make_twins) -> None:
+    twins = make_twins()
+    tokens = [batch(seed) for seed in range(4)]
+    with torch.no_grad():
+        expected = [twins.model(t).sum().item() for t in tokens]
+    seen: set[str] = set()
+
+    def evaluate(number: int) -> None:
+        for _ in range(30):
+            try:
+                with torch.no_grad():
+                    right = twins.model(tokens[number]).sum().item() == expected[number]
+                seen.add("right" if right else "wrong")
+            except StateError as error:
+                seen.add(str(error)[:14])
+
+    threads = [threading.Thread(target=evaluate, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert "right" in seen
+    assert seen <= {"right", "another thread"}
+    twins.steps(2)
+    twins.check()
+
+
+def test_a_thread_may_take_over_when_another_has_ended(make_twins) -> None:
+    twins = make_twins()
+    for _ in range(2):
+        thread = threading.Thread(target=twins.steps, args=(1,))
+        thread.start()
+        thread.join()
+    twins.steps(1)
     twins.check()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tiermem.cli.directory import default_directory
-from tiermem.config import TierConfig, _read_json, load_config
+from tiermem.config import TierConfig, load_config, read_json
 from tiermem.errors import ConfigError
 
 DEFAULT_PARAMETERS = 125_000_000
@@ -55,7 +55,7 @@ class TrainJob:
         """The configuration file, overridden by the command line, completed by defaults."""
         values: dict[str, Any] = {"params": "nvme", "optimizer": "nvme", "compute_dtype": "bf16"}
         if self.config_file is not None:
-            given = _read_json(self.config_file)
+            given = read_json(self.config_file)
             if not isinstance(given, dict):
                 raise ConfigError(f"{self.config_file} holds no JSON object")
             values.update(given)

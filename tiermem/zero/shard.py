@@ -9,15 +9,17 @@ import torch
 from torch import nn
 
 from tiermem.errors import BudgetError
+from tiermem.schedule.placement import DevicePlan
 from tiermem.store.records import Record, RecordSpec
 from tiermem.store.store import TieredStore
-from tiermem.types import Field, Tier, round_up
+from tiermem.types import Field, Tier, format_bytes, round_up
 from tiermem.zero.forward import Unit
 from tiermem.zero.group import ParamGroup, Region, StateRecord
 from tiermem.zero.guards import install_guards
 from tiermem.zero.materialize import Filler, Init, find_initialiser, materialise_buffers
-from tiermem.zero.plan import PlannedGroup, plan_for_shard, plan_groups
+from tiermem.zero.plan import PlannedGroup, nvme_bytes, plan_for_shard, plan_groups
 from tiermem.zero.runtime import Runtime
+from tiermem.zero.strays import warn_of_strays
 from tiermem.zero.wrap import PlannedUnit, Wrap, plan_units
 
 
@@ -33,8 +35,8 @@ def shard(
     its ``reset_parameters()``), and works on ordinary CPU tensors in the parameters' original
     dtype. A parameter that several modules share is initialised by the first.
 
-    Raises `BudgetError` (with the smallest budget that works) and `StateError` before anything is
-    changed.
+    Raises `BudgetError` (with the smallest budget that works), `TierIOError` (the paths have no room
+    for what is to come) and `StateError` before anything is changed.
     """
     runtime.check_usable()
     units = plan_units(model, wrap)
@@ -46,6 +48,9 @@ def shard(
         runtime.host.free_bytes,
         runtime.transfer_groups,
     )
+    if runtime.gather.pool is not None:
+        _check_beside_others(runtime, device)
+    runtime.store.check_room(nvme_bytes(groups, runtime.config, host))
     names = {module: name for name, module in model.named_modules()}
     initialise = find_initialiser(model, init, names)
     first = len(runtime.groups)
@@ -64,17 +69,35 @@ def shard(
             for group in made
             if group.persistent or group.anchored
         }
-    for index, unit in enumerate(units):
+    for index in range(len(units)):
         mine = [g for g, planned in zip(made, groups, strict=True) if planned.unit == index]
-        Filler(runtime, unit, mine, names, initialise, images).fill()
+        Filler(runtime, units[index], mine, names, initialise, images).fill()
     materialise_buffers(model, names, initialise, runtime.device)
     _install_hooks(runtime, units, groups, made, names)
     install_guards(model, made)
+    modules = {group: units[plan.unit].module for group, plan in zip(made, groups, strict=True)}
     del units, groups  # they refer to the parameters, whose references are counted now
+    warn_of_strays(modules)
     for group in made:
         for param in group.params:
             param.note_references()
     return model
+
+
+def _check_beside_others(runtime: Runtime, plan: DevicePlan) -> None:
+    """Device memory was divided when the first model came; a further one needs room beside what
+    never leaves. Raises `BudgetError`."""
+    stays = sum(round_up(g.nbytes) for g in runtime.groups if g.persistent or g.anchored)
+    if runtime.device_store is not None:
+        stays += runtime.device_store.stats().host_bytes
+    needed = stays + plan.smallest_budget
+    budget = runtime.device_plan_budget
+    if needed > budget:
+        raise BudgetError(
+            f"device memory was opened with {format_bytes(budget)} ({budget} bytes) for the models "
+            f"before; beside what of them never leaves, this one needs {format_bytes(needed)} "
+            f"({needed} bytes) in all. Remedy: give device_memory (at least {needed}) in the config"
+        )
 
 
 def _install_hooks(
@@ -87,6 +110,7 @@ def _install_hooks(
     """One pair of hooks on each unit's module, and on each module outside of a unit that names a
     parameter of it (tied weights)."""
     needs: dict[nn.Module, dict[ParamGroup, None]] = {}
+    unit = None
     for index, unit in enumerate(units):
         inside = set(unit.module.modules())
         for group, plan in zip(made, planned, strict=True):
