@@ -4,8 +4,8 @@
 
 Both sides use the same warmed file (every extent written before), O_DIRECT and runs of equal
 length, one after the other in pairs; the ratios are medians over the pairs. fio gets the best of a
-small grid of engines, block sizes, depths and buffer memory, found in a calibration pass before.
-Huge pages for fio's buffers are reserved while the benchmark runs, where the user may do that.
+grid of engines, block sizes, depths and buffer memory, found in a calibration pass before; see
+io_fio.py. ``--against backends`` compares our own native backends with each other instead.
 """
 
 from __future__ import annotations
@@ -20,42 +20,24 @@ import resource
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import io_fio
+from io_fio import GIB, MODES, Figures
 
 import tiermem.io as tio
 from tiermem.types import format_bytes
 
-GIB = 1 << 30
 REQUEST_BYTES = 32 << 20
 WINDOW = 4  # requests queued per stream: the engine always finds the next one
-MODES = ("read", "write", "duplex")
-HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
-HUGE_PAGES_NEEDED = 160  # two jobs of depth 32 at 4 MiB, and some
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """One timed run. GB/s are decimal; CPU is user and system time of the whole process."""
-
-    read_gb_per_s: float
-    write_gb_per_s: float
-    seconds: float
-    cpu_s_per_gib: float
-    direct: bool
-    backend: str
-
-    @property
-    def gb_per_s(self) -> float:
-        return self.read_gb_per_s + self.write_gb_per_s
+NATIVE = [backend for backend in tio.BACKENDS if backend != "threads"]
 
 
 class Stream:
@@ -105,11 +87,26 @@ class Bench:
             self.size = size // (2 * REQUEST_BYTES) * 2 * REQUEST_BYTES
             self.file = stack.enter_context(tio.StorageFile.create(Path(folder) / "data", self.size))
             self.buffer = stack.enter_context(tio.aligned_buffer(2 * WINDOW * REQUEST_BYTES))
-            self.engine = tio.open_engine(backend, folder)
-            stack.callback(self.engine.close)
-            self.queue = self.engine.add_queue(options)
+            self._engines: dict[str, tuple[tio.Engine, int]] = {}
+            stack.callback(self._close_engines)
+            self.options = options
+            self.folder = folder
+            self.use(backend)
             self._warm()
             self._cleanup = stack.pop_all()
+
+    def use(self, backend: str) -> None:
+        """Runs go through this backend from now on."""
+        if backend not in self._engines:
+            engine = tio.open_engine(backend, self.folder)
+            self._engines[backend] = engine, -1
+            engine.register(self.buffer.address, self.buffer.nbytes)
+            self._engines[backend] = engine, engine.add_queue(self.options)
+        self.engine, self.queue = self._engines[backend]
+
+    def _close_engines(self) -> None:
+        for engine, _ in self._engines.values():
+            engine.close()
 
     def _warm(self) -> None:
         for op in tio.Op:
@@ -185,110 +182,6 @@ def measure_duplex(
         return bench.run("duplex", seconds)
 
 
-# ---- fio -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class FioSetting:
-    ioengine: str
-    block: str
-    depth: int
-    memory: str = "malloc"
-
-    def __str__(self) -> str:
-        return f"{self.ioengine} bs={self.block} iodepth={self.depth} iomem={self.memory}"
-
-
-def fio_grid(calibrate_fully: bool) -> Iterator[FioSetting]:
-    for ioengine in ("libaio", "io_uring"):
-        for block in ("256k", "1M", "4M") if calibrate_fully else ("1M",):
-            for depth in (8, 32):
-                yield FioSetting(ioengine, block, depth)
-
-
-def run_fio(bench: Bench, mode: str, setting: FioSetting, seconds: float) -> Figures | None:
-    """One run of fio on the same file; None when this fio or kernel refuses the setting."""
-    half = bench.size // 2
-    common = [
-        "fio",
-        "--output-format=json",
-        f"--filename={bench.file.path}",
-        f"--direct={int(bench.file.direct)}",
-        f"--ioengine={setting.ioengine}",
-        f"--bs={setting.block}",
-        f"--iodepth={setting.depth}",
-        f"--iomem={setting.memory}",
-        "--time_based",
-        f"--runtime={seconds}",
-        "--invalidate=0",
-        "--allow_file_create=0",
-        "--randrepeat=0",
-    ]
-    parts = {
-        "read": [("read", 0, bench.size)],
-        "write": [("write", 0, bench.size)],
-        "duplex": [("read", 0, half), ("write", half, half)],
-    }[mode]
-    for kind, offset, size in parts:
-        common += [f"--name={kind}", f"--rw={kind}", f"--offset={offset}", f"--size={size}"]
-    result = subprocess.run(common, capture_output=True, text=True, check=False)
-    if result.returncode:
-        return None
-    jobs = json.loads(result.stdout[result.stdout.index("{") :])["jobs"]
-    if any(job["error"] for job in jobs):
-        return None
-    read = sum(job["read"]["bw_bytes"] for job in jobs)
-    written = sum(job["write"]["bw_bytes"] for job in jobs)
-    moved = sum(job["read"]["io_bytes"] + job["write"]["io_bytes"] for job in jobs)
-    cpu = sum((job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000 for job in jobs)
-    return Figures(
-        read / 1e9, written / 1e9, seconds, cpu / (moved / GIB), bench.file.direct, setting.ioengine
-    )
-
-
-def best_fio(bench: Bench, mode: str, huge: bool, seconds: float, full: bool) -> FioSetting:
-    """The grid once, with huge pages where there are some; then the best few again."""
-    found: dict[FioSetting, list[float]] = {}
-
-    def attempt(setting: FioSetting) -> None:
-        figures = run_fio(bench, mode, setting, seconds)
-        if figures is not None:
-            found.setdefault(setting, []).append(figures.gb_per_s)
-
-    def mean(setting: FioSetting) -> float:
-        return statistics.mean(found[setting])
-
-    for setting in fio_grid(full):
-        attempt(dataclasses.replace(setting, memory="shmhuge") if huge else setting)
-    leading = sorted(found, key=mean, reverse=True)[:3]
-    for setting in leading if found else fio_grid(full):
-        attempt(setting)
-    if not found:
-        raise SystemExit("fio runs in no setting on this file; use --against none")
-    if leading and huge:
-        attempt(dataclasses.replace(leading[0], memory="malloc"))
-    return max(found, key=mean)
-
-
-@contextlib.contextmanager
-def reserved_huge_pages() -> Iterator[bool]:
-    """Whether fio can have huge pages; what was reserved for it is given back."""
-    before = 0
-    try:
-        before = int(HUGE_PAGES.read_text())
-        if before < HUGE_PAGES_NEEDED:
-            HUGE_PAGES.write_text(str(HUGE_PAGES_NEEDED))
-        enough = int(HUGE_PAGES.read_text()) >= HUGE_PAGES_NEEDED
-    except OSError:
-        enough = before >= HUGE_PAGES_NEEDED
-    try:
-        yield enough
-    finally:
-        if before < HUGE_PAGES_NEEDED:
-            with contextlib.suppress(OSError):
-                HUGE_PAGES.write_text(str(before))
-
-
 # ---- report ----------------------------------------------------------------------------------
 
 
@@ -352,11 +245,12 @@ def compare(bench: Bench, arguments: argparse.Namespace, log: object) -> dict[st
     against_fio = arguments.against == "fio"
     ours: dict[str, list[Figures]] = {mode: [] for mode in MODES}
     theirs: dict[str, list[Figures]] = {mode: [] for mode in MODES}
-    settings: dict[str, FioSetting] = {}
-    with reserved_huge_pages() if against_fio else contextlib.nullcontext(False) as huge:
+    settings: dict[str, io_fio.Setting] = {}
+    target = io_fio.Target(bench.file.path, bench.size, bench.file.direct)
+    with io_fio.reserved_huge_pages() if against_fio else contextlib.nullcontext(False) as huge:
         for mode in MODES if against_fio else ():
-            full = not arguments.quick
-            settings[mode] = best_fio(bench, mode, huge, arguments.seconds / 2, full)
+            grid = io_fio.grid(full=not arguments.quick, huge=huge)
+            settings[mode] = io_fio.best(target, mode, grid, arguments.seconds / 2)
             say(f"fio's best for {mode}: {settings[mode]}")
         for pair in range(arguments.pairs):
             for mode in MODES:
@@ -366,19 +260,44 @@ def compare(bench: Bench, arguments: argparse.Namespace, log: object) -> dict[st
                         figures = bench.run(mode, arguments.seconds)
                         ours[mode].append(figures)
                     else:
-                        result = run_fio(bench, mode, settings[mode], arguments.seconds)
+                        result = io_fio.run(target, mode, settings[mode], arguments.seconds)
                         if result is None:
                             raise SystemExit(f"fio failed with {settings[mode]}")
                         figures = result
                         theirs[mode].append(figures)
-                    say(
-                        f"pair {pair + 1} {mode:6} {side:4} read {figures.read_gb_per_s:5.2f} "
-                        f"write {figures.write_gb_per_s:5.2f} GB/s, "
-                        f"{figures.cpu_s_per_gib * 1000:5.1f} ms CPU per GiB"
-                    )
+                    say(f"pair {pair + 1} {mode:6} {side:4} {line(figures)}")
     report = summary(ours, theirs)
     report["fio_settings"] = {mode: str(setting) for mode, setting in settings.items()}
     return report
+
+
+def compare_backends(bench: Bench, arguments: argparse.Namespace, log: object) -> dict[str, object]:
+    """Our native backends in turn, forwards and backwards; medians and [lowest, median, highest]."""
+    probed = tio.probe_backends(arguments.directory)
+    working = [backend for backend in NATIVE if probed[backend] == "works"]
+    runs: dict[str, dict[str, list[Figures]]] = {b: {mode: [] for mode in MODES} for b in working}
+    for pair in range(arguments.pairs):
+        for mode in MODES:
+            for backend in working if pair % 2 == 0 else working[::-1]:
+                bench.use(backend)
+                figures = bench.run(mode, arguments.seconds)
+                runs[backend][mode].append(figures)
+                if log:
+                    print(f"pair {pair + 1} {mode:6} {backend:14} {line(figures)}")
+    report: dict[str, object] = {"probed": probed}
+    for backend in working:
+        bench.use(backend)
+        report[backend] = summary(runs[backend], {mode: [] for mode in MODES}) | {
+            "registration": bench.engine.registration
+        }
+    return report
+
+
+def line(figures: Figures) -> str:
+    return (
+        f"read {figures.read_gb_per_s:5.2f} write {figures.write_gb_per_s:5.2f} GB/s, "
+        f"{figures.cpu_s_per_gib * 1000:5.1f} ms CPU per GiB"
+    )
 
 
 def parse_size(text: str) -> int:
@@ -391,12 +310,12 @@ def parse_size(text: str) -> int:
 def parse_arguments() -> argparse.Namespace:
     defaults = tio.QueueOptions()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--against", choices=("fio", "none"), default="fio")
+    parser.add_argument("--against", choices=("fio", "backends", "none"), default="fio")
     parser.add_argument("--directory", default=".", help="a directory on the drive to measure")
     parser.add_argument("--size", type=parse_size, default=2 * GIB, help="of the file, e.g. 2GiB")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each run")
-    parser.add_argument("--backend", default="auto", help="auto, libaio or threads")
+    parser.add_argument("--backend", default="auto", help=f"auto, {', '.join(tio.BACKENDS)}")
     parser.add_argument("--chunk", type=parse_size, default=defaults.chunk_bytes)
     parser.add_argument("--read-depth", type=int, default=defaults.read_depth)
     parser.add_argument("--write-depth", type=int, default=defaults.write_depth)
@@ -411,23 +330,20 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def fio_version() -> str:
-    return subprocess.run(
-        ["fio", "--version"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-
-
 def main() -> None:
     arguments = parse_arguments()
     # SIGTERM unwinds like Ctrl-C, so that the file goes in every case.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options = tio.QueueOptions(arguments.chunk, arguments.read_depth, arguments.write_depth)
     with Bench(arguments.directory, arguments.size, arguments.backend, options) as bench:
-        report = compare(bench, arguments, not arguments.json)
+        chosen = bench.engine
+        action = compare_backends if arguments.against == "backends" else compare
+        report = action(bench, arguments, not arguments.json)
         report |= {
             "direct": bench.file.direct,
-            "backend": bench.engine.name,
-            "backend_reason": bench.engine.reason,
+            "backend": chosen.name,
+            "backend_reason": chosen.reason,
+            "registration": chosen.registration,
             "size": format_bytes(bench.size),
         }
     report |= {
@@ -439,7 +355,7 @@ def main() -> None:
         "processor": processor(),
         "cpus": os.cpu_count(),
         "python": platform.python_version(),
-        "fio": fio_version() if arguments.against == "fio" else None,
+        "fio": io_fio.version() if arguments.against == "fio" else None,
     }
     print(json.dumps(report))
 

@@ -48,7 +48,7 @@ class _Strict(BaseModel):
 class IOConfig(_Strict):
     """How each path is driven."""
 
-    backend: Literal["auto", "libaio", "threads"] = "auto"
+    backend: Literal["auto", "libaio", "io_uring", "native_threads", "threads"] = "auto"
     direct: bool = Default(True, description="O_DIRECT; falls back to buffered, said once")
     chunk_bytes: ByteSize = Default(ByteSize(2 << 20), ge=4096, le=1 << 30, multiple_of=4096)
     read_depth: int = Default(16, ge=1, le=1024)
@@ -91,7 +91,9 @@ class TierConfig(_Strict):
     poison_released: bool = Default(
         False, description="debugging: fill released gather buffers with NaN"
     )
-    pin_memory: bool = Default(True, description="lock host memory where the limit allows")
+    pin_memory: bool = Default(
+        True, description="lock host memory, and register it with io_uring, where the limit allows"
+    )
     io: IOConfig = IOConfig()
 
     @model_validator(mode="after")

@@ -22,7 +22,7 @@ typedef struct tm_request tm_request; /* one transfer; freed by tm_request_free 
 enum { TM_OP_READ = 0, TM_OP_WRITE = 1 };
 enum { TM_PRIORITY_DEMAND = 0, TM_PRIORITY_BACKGROUND = 1 };
 enum { TM_FAULT_ERROR = 0, TM_FAULT_SHORT = 1, TM_FAULT_SUBMIT_ERROR = 2, TM_FAULT_PARTIAL_SUBMIT = 3 };
-enum { TM_BACKEND_LIBAIO = 0 }; /* io_uring and native threads take the next numbers */
+enum { TM_BACKEND_LIBAIO = 0, TM_BACKEND_IO_URING = 1, TM_BACKEND_THREADS = 2 };
 
 typedef struct {
   uint64_t chunk_bytes;
@@ -60,6 +60,13 @@ typedef struct {
   uint64_t max_in_flight;
 } tm_engine_stats;
 
+typedef struct {
+  uint64_t bytes;  /* registered by now, summed over the queues */
+  uint64_t chunks; /* that used it */
+  int32_t refusal; /* 0, or -errno of the last attempt that the kernel refused */
+} tm_memory_stats;
+
+/* -ENOSYS and others where the backend does not work here: it is set up once, as for a queue. */
 int tm_engine_create(uint32_t backend, tm_engine **out);
 int tm_engine_add_queue(tm_engine *engine, const tm_queue_options *options, uint32_t *queue);
 int tm_engine_submit(tm_engine *engine, uint32_t queue, const tm_io *io, tm_request **out);
@@ -68,6 +75,14 @@ int tm_engine_copy(tm_engine *engine, void *destination, const void *source, uin
 int tm_engine_inject(tm_engine *engine, const tm_fault *fault);
 int tm_engine_get_stats(tm_engine *engine, tm_engine_stats *out);
 int tm_engine_queue_stats(tm_engine *engine, uint32_t queue, tm_engine_stats *out);
+/* Lets queues, also those added later, prepare this memory for cheaper transfers. It is done piece by
+ * piece when transfers first touch it, pins what they touch (and up to 32 MiB around it), and goes on
+ * without where the kernel refuses. -EOPNOTSUPP from backends that cannot; -EEXIST where it overlaps
+ * what is registered; -ENOSPC after 8 ranges. The memory must stay mapped until unregister (-ENOENT
+ * for an unknown base) or close, and no transfer of it may be in flight then. */
+int tm_engine_register(tm_engine *engine, void *base, uint64_t length);
+int tm_engine_unregister(tm_engine *engine, void *base);
+int tm_engine_memory_stats(tm_engine *engine, tm_memory_stats *out);
 /* Drains what is in flight and joins the threads; no call on the engine may follow but free. */
 int tm_engine_close(tm_engine *engine);
 void tm_engine_free(tm_engine *engine); /* after close, and after every request was freed */

@@ -15,17 +15,37 @@ struct tm_engine {
   tm_queue *queues[TM_MAX_QUEUES];
   atomic_uint num_queues; /* published after the queue it counts */
   _Atomic(tm_copier *) copier;
+  tm_range ranges[TM_MAX_RANGES]; /* registered memory, for queues to come; under mutex */
+  tm_memory_stats final_memory;   /* kept by close, which ends the backends' own; under mutex */
 };
 
 static bool is_foreign(const tm_engine *engine) { return engine->pid != getpid(); }
 
 static const tm_backend *find_backend(uint32_t backend) {
-  return backend == TM_BACKEND_LIBAIO ? &tm_backend_libaio : NULL;
+  switch (backend) {
+    case TM_BACKEND_LIBAIO:
+      return &tm_backend_libaio;
+    case TM_BACKEND_IO_URING:
+      return &tm_backend_io_uring;
+    case TM_BACKEND_THREADS:
+      return &tm_backend_threads;
+    default:
+      return NULL;
+  }
+}
+
+static int try_backend(const tm_backend *backend) {
+  void *state;
+  int rc = backend->setup(1, &state);
+  if (!rc) backend->teardown(state);
+  return rc;
 }
 
 int tm_engine_create(uint32_t backend, tm_engine **out) {
   const tm_backend *found = find_backend(backend);
-  if (!found) return -ENOSYS;
+  if (!found) return -EINVAL;
+  int rc = try_backend(found);
+  if (rc) return rc;
   tm_engine *engine = calloc(1, sizeof *engine);
   if (!engine) return -ENOMEM;
   engine->backend = found;
@@ -34,6 +54,15 @@ int tm_engine_create(uint32_t backend, tm_engine **out) {
   pthread_mutex_init(&engine->faults.mutex, NULL);
   *out = engine;
   return 0;
+}
+
+/* Under the mutex. That a range finds no room in one queue costs speed only. */
+static void add_known_memory(tm_engine *engine, tm_queue *queue) {
+  for (uint32_t i = 0; i < TM_MAX_RANGES; i++) {
+    tm_range *range = &engine->ranges[i];
+    if (range->base)
+      engine->backend->add_memory(tm_queue_backend_state(queue), range->base, range->length);
+  }
 }
 
 int tm_engine_add_queue(tm_engine *engine, const tm_queue_options *options, uint32_t *queue) {
@@ -48,6 +77,7 @@ int tm_engine_add_queue(tm_engine *engine, const tm_queue_options *options, uint
   else
     rc = tm_queue_create(engine->backend, options, &engine->faults, &engine->queues[num]);
   if (!rc) {
+    add_known_memory(engine, engine->queues[num]);
     atomic_store_explicit(&engine->num_queues, num + 1, memory_order_release);
     *queue = num;
   }
@@ -143,9 +173,77 @@ int tm_engine_queue_stats(tm_engine *engine, uint32_t queue, tm_engine_stats *ou
   return 0;
 }
 
+/* ---- memory: see tm_engine_register ------------------------------------------------------ */
+
+static int reserve_range(tm_engine *engine, char *base, uint64_t length) {
+  tm_range *found = NULL;
+  for (uint32_t i = 0; i < TM_MAX_RANGES; i++) {
+    tm_range *range = &engine->ranges[i];
+    if (!range->base)
+      found = range;
+    else if (base < range->base + range->length && range->base < base + length)
+      return -EEXIST;
+  }
+  if (!found) return -ENOSPC;
+  *found = (tm_range){base, length};
+  return 0;
+}
+
+int tm_engine_register(tm_engine *engine, void *base, uint64_t length) {
+  if (is_foreign(engine)) return -ECHILD;
+  if (!engine->backend->add_memory) return -EOPNOTSUPP;
+  if (!base || !length || length > UINTPTR_MAX - (uintptr_t)base) return -EINVAL;
+  pthread_mutex_lock(&engine->mutex);
+  uint32_t num = atomic_load(&engine->num_queues);
+  int rc = engine->closed ? -ESHUTDOWN : reserve_range(engine, base, length);
+  for (uint32_t i = 0; i < num && !rc; i++)
+    engine->backend->add_memory(tm_queue_backend_state(engine->queues[i]), base, length);
+  pthread_mutex_unlock(&engine->mutex);
+  return rc;
+}
+
+int tm_engine_unregister(tm_engine *engine, void *base) {
+  int rc = -ENOENT;
+  if (is_foreign(engine)) return -ECHILD;
+  pthread_mutex_lock(&engine->mutex);
+  uint32_t num = engine->closed ? 0 : atomic_load(&engine->num_queues);
+  for (uint32_t i = 0; i < TM_MAX_RANGES && rc; i++) {
+    if (!base || engine->ranges[i].base != base) continue;
+    engine->ranges[i] = (tm_range){NULL, 0};
+    rc = 0;
+  }
+  for (uint32_t i = 0; i < num && !rc; i++)
+    engine->backend->remove_memory(tm_queue_backend_state(engine->queues[i]), base);
+  pthread_mutex_unlock(&engine->mutex);
+  return rc;
+}
+
+/* Under the mutex. */
+static void count_memory(tm_engine *engine, tm_memory_stats *out) {
+  *out = (tm_memory_stats){0};
+  if (!engine->backend->count_memory) return;
+  for (uint32_t i = 0; i < atomic_load(&engine->num_queues); i++)
+    engine->backend->count_memory(tm_queue_backend_state(engine->queues[i]), out);
+}
+
+int tm_engine_memory_stats(tm_engine *engine, tm_memory_stats *out) {
+  if (is_foreign(engine)) return -ECHILD;
+  pthread_mutex_lock(&engine->mutex);
+  if (engine->closed)
+    *out = engine->final_memory;
+  else
+    count_memory(engine, out);
+  pthread_mutex_unlock(&engine->mutex);
+  return 0;
+}
+
 int tm_engine_close(tm_engine *engine) {
   if (is_foreign(engine)) return -ECHILD;
   pthread_mutex_lock(&engine->mutex);
+  if (!engine->closed) {
+    count_memory(engine, &engine->final_memory);
+    engine->final_memory.bytes = 0; /* given back below */
+  }
   engine->closed = true;
   uint32_t num = atomic_load(&engine->num_queues);
   tm_copier *copier = atomic_load(&engine->copier);

@@ -1,8 +1,8 @@
 /* engine.h: what the parts of the I/O engine share. Private; the interface is tiermem.h.
  *
  * Layers: engine.c (handles, life cycle) over engine_queue.c (one thread per path: priorities,
- * chunks, depth limits, faults) over a backend (aio.c), which only moves chunks. A backend is the
- * four functions of tm_backend; it knows neither requests nor priorities nor faults.
+ * chunks, depth limits, faults) over a backend (aio.c, uring.c, threads.c), which only moves chunks.
+ * A backend is the functions of tm_backend; it knows neither requests nor priorities nor faults.
  */
 #ifndef TM_ENGINE_H
 #define TM_ENGINE_H
@@ -18,6 +18,7 @@
 enum { TM_NUM_OPS = 2, TM_NUM_PRIORITIES = 2, TM_MAX_QUEUES = 256, TM_BLOCK = 4096 };
 #define TM_MAX_CHUNK_BYTES ((uint64_t)1 << 30) /* the kernel moves at most 2 GiB - 4 KiB a call */
 #define TM_MAX_DEPTH 4096u
+enum { TM_MAX_RANGES = 8 }; /* of registered memory */
 
 /* ---- backends ---------------------------------------------------------------------------- */
 
@@ -38,7 +39,8 @@ typedef struct {
 } tm_completion;
 
 /* [Note: backend threading] submit and reap are called by the queue's thread only, wake by any
- * thread between setup and teardown, setup and teardown while that thread does not run. */
+ * thread between setup and teardown, as the functions about memory; setup and teardown while that
+ * thread does not run. */
 typedef struct {
   const char *name;
   int (*setup)(uint32_t depth, void **state);
@@ -49,9 +51,18 @@ typedef struct {
   void (*wake)(void *state);
   void (*teardown)(void *state);
   void (*abandon)(void *state); /* in a forked child: release the copies, touch nothing shared */
+  /* See tm_engine_register. All three NULL where a backend has no use for it. */
+  int (*add_memory)(void *state, void *base, uint64_t length);
+  void (*remove_memory)(void *state, void *base);
+  void (*count_memory)(void *state, tm_memory_stats *total); /* adds */
 } tm_backend;
 
-extern const tm_backend tm_backend_libaio;
+extern const tm_backend tm_backend_libaio, tm_backend_io_uring, tm_backend_threads;
+
+typedef struct {
+  char *base; /* NULL: free */
+  uint64_t length;
+} tm_range;
 
 /* ---- requests ---------------------------------------------------------------------------- */
 
@@ -116,6 +127,8 @@ void tm_queue_close(tm_queue *queue);                    /* drains, joins; idemp
 void tm_queue_free(tm_queue *queue);                     /* after close */
 void tm_queue_abandon(tm_queue *queue);                  /* instead of close and free, after fork */
 tm_counters *tm_queue_counters(tm_queue *queue);
+/* The state that the backend's functions about memory take; valid until close. */
+void *tm_queue_backend_state(tm_queue *queue);
 
 typedef struct tm_copier tm_copier;
 

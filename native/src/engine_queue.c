@@ -436,3 +436,5 @@ void tm_queue_abandon(tm_queue *queue) {
 }
 
 tm_counters *tm_queue_counters(tm_queue *queue) { return &queue->counters; }
+
+void *tm_queue_backend_state(tm_queue *queue) { return queue->state; }

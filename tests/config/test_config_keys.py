@@ -13,6 +13,7 @@ import torch
 import tiermem
 from tiermem.config import IOConfig, TierConfig, load_config
 from tiermem.errors import ConfigError
+from tiermem.io import BACKENDS
 
 MISSPELT = {
     "param": "params",
@@ -271,3 +272,8 @@ def test_a_device_that_is_not_there_is_refused(device: str) -> None:
         pytest.skip("this machine has CUDA")
     with pytest.raises(ConfigError, match=f"device.*{device}"):
         tiermem.Runtime({"device": device, "host_memory": "16MiB"})
+
+
+@pytest.mark.parametrize("backend", ["auto", *BACKENDS])
+def test_every_backend_can_be_asked_for(backend: str) -> None:
+    assert load_config({"io": {"backend": backend}}).io.backend == backend

@@ -13,7 +13,7 @@ from io_rig import CHUNK, MIB, Rig, RigMaker, make_engine
 import tiermem.io as tio
 
 
-@pytest.fixture(params=["libaio", "threads"])
+@pytest.fixture(params=tio.BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

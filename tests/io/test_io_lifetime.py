@@ -40,7 +40,7 @@ def test_no_descriptor_leaks(backend: str, tmp_path: object) -> None:
     make_engine(backend).close()
     before = len(os.listdir("/proc/self/fd"))
     threads = len(os.listdir("/proc/self/task"))
-    for _ in range(200):
+    for _ in range(60):
         engine = make_engine(backend)
         queue = engine.add_queue(tio.QueueOptions(CHUNK, 2, 2))
         with tio.StorageFile.create(f"{tmp_path}/f", CHUNK, exist_ok=True) as file:

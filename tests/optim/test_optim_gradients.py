@@ -266,3 +266,65 @@ def test_the_optimizer_may_be_made_after_the_first_backward(tmp_path: Path) -> N
         optimizer = tiermem.optim.AdamW(ours.parameters(), lr=1e-2)
         optimizer.step()
         assert_equal_to(ours, theirs)
+
+
+def test_a_skipped_step_leaves_no_clipping_behind(tmp_path: Path) -> None:
+    """The loop that forgets the gradients of a step whose norm is not finite, by the model's
+    ``zero_grad``."""
+    with sharded(tmp_path, compute_dtype="fp32") as (_, model):
+        plain = make_net()
+        pairs = [
+            (model, tiermem.optim.AdamW(model.parameters(), lr=1e-2)),
+            (plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)),
+        ]
+        losses: list[list[float]] = [[], []]
+        for step in range(5):
+            for kept, (net, optimizer) in zip(losses, pairs, strict=True):
+                loss = loss_of(net, step) * (float("inf") if step == 1 else 1.0)
+                loss.backward()
+                if hasattr(optimizer, "clip_grad_norm_"):
+                    norm = optimizer.clip_grad_norm_(1e3)
+                else:
+                    norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 1e3)
+                if torch.isfinite(norm):
+                    optimizer.step()
+                    kept.append(float(loss.detach()))
+                net.zero_grad()
+        assert losses[0] == losses[1]
+        assert len(losses[0]) == 4
+
+
+def test_what_is_added_after_clipping_is_not_clipped(tmp_path: Path) -> None:
+    with sharded(tmp_path, compute_dtype="fp32") as (_, model):
+        plain = make_net()
+        optimizer = tiermem.optim.AdamW(model.parameters())
+        for net in (model, plain):
+            loss_of(net, 0).backward()
+        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+        assert optimizer.clip_grad_norm_(0.01).item() == pytest.approx(expected.item(), rel=1e-5)
+        for param, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(tiermem.full_grad(param), theirs.grad)
+        for net in (model, plain):
+            loss_of(net, 1).backward()
+        for param, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(tiermem.full_grad(param), theirs.grad)
+        total = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+        assert optimizer.grad_norm() == pytest.approx(total.item(), rel=1e-5)
+
+
+def test_a_stand_in_is_no_gradient_to_assign(tmp_path: Path) -> None:
+    with sharded(tmp_path) as (_, model):
+        optimizer = tiermem.optim.AdamW(model.parameters())
+        loss_of(model, 0).backward()
+        first, second = model.first.weight, model.second.weight
+        stand_in = first.grad
+        first.grad = stand_in  # what it is already
+        assert tiermem.full_grad(first) is not None
+        with pytest.raises(StateError, match="full_grad"):
+            second.grad = stand_in
+        first.grad = None
+        with pytest.raises(StateError, match="full_grad"):
+            first.grad = stand_in
+        before = tiermem.full_param(first)
+        optimizer.step()
+        assert torch.equal(tiermem.full_param(first), before)

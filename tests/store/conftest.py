@@ -19,7 +19,7 @@ from tiermem.store.store import TieredStore
 from tiermem.types import Tier
 
 
-@pytest.fixture(params=["threads", "libaio"])
+@pytest.fixture(params=["threads", "libaio", "io_uring", "native_threads"])
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

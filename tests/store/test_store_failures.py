@@ -217,3 +217,43 @@ def test_a_forked_child_closes_without_waiting_or_deleting(
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert bench.get(record) == b"0" * NBYTES
     assert len(list(tmp_path.glob("drive*/*/gen0.bin"))) == 2
+
+
+def test_room_is_checked_for_all_that_is_to_come(
+    make_bench: MakeBench, mount: Callable[..., Path]
+) -> None:
+    """Shares of one filesystem add up; nothing is allocated by looking."""
+    point = mount(8 << 20)
+    paths = [point / name for name in "ab"]
+    for path in paths:
+        path.mkdir()
+    store = make_bench(paths=paths).store
+    store.check_room(7 << 20)
+    with pytest.raises(TierIOError, match=r"9437184 bytes .* in all.*add a path") as caught:
+        store.check_room(9 << 20)
+    assert caught.value.errno == errno.ENOSPC
+    assert all(path.allocated_bytes == 0 for path in store.stats().paths)
+
+
+def test_a_limit_on_file_sizes_is_named(tmp_path: Path, python_env: dict[str, str]) -> None:
+    script = (
+        "import resource, sys, torch, tiermem\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+        "config = {'params': 'nvme', 'optimizer': 'nvme', 'paths': sys.argv[1:]}\n"
+        "config |= {'host_memory': '16MiB', 'resident_memory': 0, 'persistence_threshold_numel': 0}\n"
+        "with tiermem.Runtime(config) as runtime:\n"
+        "    model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(4)])\n"
+        "    try:\n"
+        "        tiermem.shard(model, runtime)\n"
+        "    except tiermem.errors.TierIOError as error:\n"
+        "        print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        env=python_env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "1048576 bytes. Raise it (ulimit -f)" in done.stdout, done.stderr

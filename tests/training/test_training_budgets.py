@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch import nn
 from training_rig import (
     MODEL,
     Recipe,
@@ -269,3 +270,30 @@ def test_stats_name_what_lies_where(drives: Drives) -> None:
 def test_unlocked_memory_counts_as_unlocked(drives: Drives, tmp_path: Path) -> None:
     with tiermem.Runtime(tier_config(pin_memory=False)) as runtime:
         assert runtime.stats().host.locked == 0
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"params": "device"}, {"compute_dtype": "bf16"}, {"prefetch_bytes": 0}]
+)
+def test_device_states_fit_the_named_smallest_without_persistent_parameters(
+    changes: dict[str, Any],
+) -> None:
+    """The states come when leases have been there: they must not find the memory in pieces."""
+
+    def run(device_memory: int) -> None:
+        config = {"optimizer": "device", "persistence_threshold_numel": 0, "host_memory": 64 << 20}
+        with tiermem.Runtime(config | changes | {"device_memory": device_memory}) as runtime:
+            model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
+            optimizer = tiermem.optim.AdamW(tiermem.shard(model, runtime).parameters())
+            x = torch.ones(2, 256, dtype=next(model.parameters()).dtype)
+            for _ in range(2):
+                model(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with pytest.raises(BudgetError) as refused:
+        run(PAGE)
+    smallest = named_smallest(refused.value)
+    run(smallest)
+    with pytest.raises(BudgetError):
+        run(smallest - PAGE)

@@ -251,7 +251,7 @@ def test_every_failed_write_raises_and_then_goes_on_or_is_torn(name: str, drives
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("backend", ["libaio", "threads"])
+@pytest.mark.parametrize("backend", ["libaio", "io_uring", "threads"])
 @pytest.mark.parametrize("op", list(Op), ids=lambda op: op.name.lower())
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_chunk_of_striped_records_on_three_paths(
@@ -276,7 +276,7 @@ INVISIBLE = {
 }
 
 
-@pytest.mark.parametrize("backend", ["libaio", "threads"])
+@pytest.mark.parametrize("backend", ["libaio", "io_uring", "native_threads", "threads"])
 @pytest.mark.parametrize("kind", INVISIBLE)
 def test_short_and_interrupted_transfers_are_not_seen(kind: str, backend: str, drives: Drives) -> None:
     config = config_of("deferred-spilled", drives(1), io={"backend": backend})

@@ -36,7 +36,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "prefetch_bytes": (None, 0, 70_000, 8 << 20),
     "sub_group_numel": (None, 4096, 5000, 12_345, 1 << 20),
     "update": ("deferred", "backward"),
-    "backend": ("auto", "libaio", "threads"),
+    "backend": ("auto", "libaio", "io_uring", "native_threads", "threads"),
     "chunk_bytes": (1 << 20, 4096),
     "pin_memory": (False, True),
     "kernels": ("auto", *available_kernels()),

@@ -271,3 +271,39 @@ def test_every_function_has_a_test() -> None:
     }
     tests = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
     assert functions <= tests
+
+
+def test_inside_forward_mode() -> None:
+    seen = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(compat.inside_forward_mode())
+        return x * 2
+
+    x = torch.ones(2)
+    look(x)
+    torch.func.vmap(look)(x)
+    torch.func.vjp(look, x)
+    torch.func.jvp(look, (x,), (x,))
+    torch.func.vmap(lambda y: torch.func.jvp(look, (y,), (y,)))(x)
+    assert seen == [False, False, False, True, True]
+
+
+def test_running_frames() -> None:
+    import threading
+
+    inside, leave = threading.Event(), threading.Event()
+    frames = []
+
+    def run() -> None:
+        frames.append(sys._getframe())
+        inside.set()
+        leave.wait()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    inside.wait()
+    assert {id(frames[0]), id(sys._getframe())} <= compat.running_frames()
+    leave.set()
+    thread.join()
+    assert id(frames[0]) not in compat.running_frames()

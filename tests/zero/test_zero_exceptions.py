@@ -124,3 +124,36 @@ def test_slots_hold_placeholders_again(make_twins) -> None:
     loss_of(twins.model, batch(0))
     assert all(a is b for a, b in zip(before, twins.model.parameters(), strict=True))
     assert all(group.uses == 0 for group in twins.runtime.groups)
+
+
+def _fail(weight: torch.Tensor) -> None:
+    raise ValueError(f"a function of {tuple(weight.shape)} that fails")
+
+
+@pytest.mark.parametrize("where", ["forward", "recompute", "argument"])
+def test_a_kept_exception_does_not_keep_parameters(make_twins, where: str) -> None:
+    """A notebook keeps the last one, with the frames it went through. One unit fits at a time."""
+    twins = make_twins(Checkpointed if where == "recompute" else Plain)
+    kept: list[ValueError] = []
+    for block in range(4):
+        module = twins.model.blocks[block]
+        armed = [where != "recompute", where != "recompute"]
+
+        def hook(self: nn.Module, *_: Any, armed: list[bool] = armed) -> None:
+            weight = self.up.weight
+            if armed[0]:
+                armed[0] = False
+                _fail(weight) if where == "argument" else _fail(self.down.weight)
+
+        handle = module.register_forward_pre_hook(hook)
+        if where == "recompute":
+            loss = loss_of(twins.model, batch(3))
+            armed[0] = True
+        with pytest.raises(ValueError, match="that fails") as caught:
+            loss.backward() if where == "recompute" else loss_of(twins.model, batch(3)).backward()
+        kept.append(caught.value)
+        handle.remove()
+        twins.optimizer.zero_grad()
+        twins.steps(1, first=block)
+    twins.check()
+    assert len(kept) == 4

@@ -77,3 +77,18 @@ def test_a_replaced_parameter_stays_replaced(twins) -> None:
     x = torch.ones(2, 64)
     assert torch.equal(twins.model.head(x), x @ mine.t())
     assert twins.model.head.weight is mine
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_forward_mode_is_refused_and_leaves_everything_usable(twins, grad: bool) -> None:
+    x = torch.ones(3, 64)
+    with (
+        torch.set_grad_enabled(grad),
+        pytest.raises(StateError, match="forward-mode"),
+    ):
+        torch.func.jvp(twins.model.head, (x,), (x,))
+    weight = twins.model.head.weight
+    with pytest.raises(StateError, match="forward-mode"):
+        torch.func.jvp(lambda y: y @ weight, (x,), (x,))
+    twins.steps(2)
+    twins.check()

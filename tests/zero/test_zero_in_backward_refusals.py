@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 from zero_models import CheckpointedReentrant, Plain, loss_of
 from zero_twins import batch, values
 
+import tiermem
 from tiermem.errors import StateError
 
 REMEDY = "deferred"
@@ -123,3 +126,18 @@ def test_declared_as_safe_it_is_chosen(make_twins) -> None:
     assert twins.runtime.stats().update_mode == "backward"
     twins.steps(3)
     twins.check()
+
+
+def test_two_optimizers_over_one_graph(make_runtime) -> None:
+    """The step of one does not excuse the other from having been updated."""
+    runtime = make_runtime(update="backward", persistence_threshold_numel=0, device_memory="1MiB")
+    first, second = nn.Linear(64, 64), nn.Linear(64, 64)
+    tiermem.shard(nn.ModuleDict({"first": first, "second": second}), runtime)
+    optimizers = [tiermem.optim.AdamW(m.parameters()) for m in (first, second)]
+    second(first(torch.ones(2, 64))).sum().backward()
+    optimizers[0].step()
+    optimizers[0].zero_grad()
+    with pytest.raises(StateError, match="two optimizers"):
+        optimizers[1].zero_grad()
+    optimizers[1].step()
+    optimizers[1].zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 
 import pytest
 import torch
@@ -213,3 +214,40 @@ def test_a_second_model_without_room_names_the_budget_that_works(make_runtime) -
         else:
             with pytest.raises(BudgetError):
                 tiermem.shard(build(256), runtime)
+
+
+def test_several_threads_are_served_one_by_one_or_refused(make_twins) -> None:
+    twins = make_twins()
+    tokens = [batch(seed) for seed in range(4)]
+    with torch.no_grad():
+        expected = [twins.model(t).sum().item() for t in tokens]
+    seen: set[str] = set()
+
+    def evaluate(number: int) -> None:
+        for _ in range(30):
+            try:
+                with torch.no_grad():
+                    right = twins.model(tokens[number]).sum().item() == expected[number]
+                seen.add("right" if right else "wrong")
+            except StateError as error:
+                seen.add(str(error)[:14])
+
+    threads = [threading.Thread(target=evaluate, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert "right" in seen
+    assert seen <= {"right", "another thread"}
+    twins.steps(2)
+    twins.check()
+
+
+def test_a_thread_may_take_over_when_another_has_ended(make_twins) -> None:
+    twins = make_twins()
+    for _ in range(2):
+        thread = threading.Thread(target=twins.steps, args=(1,))
+        thread.start()
+        thread.join()
+    twins.steps(1)
+    twins.check()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from zero_models import STRUCTURES, RandomBranch
+import torch
+from torch import nn
+from zero_models import STRUCTURES, Plain, RandomBranch
 from zero_twins import batch
 
 CASES = [
@@ -51,4 +53,23 @@ def test_accumulation(make_twins, micro_steps: int) -> None:
                 (twins.loss(model, batch(step * 10 + micro)) / micro_steps).backward()
             optimizer.step()
             optimizer.zero_grad()
+    twins.check()
+
+
+class Empty(Plain):
+    """A parameter without elements, alone beside the units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.empty(0, 5))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) + self.empty.sum()
+
+
+@pytest.mark.parametrize("mode", ["deferred", "backward"])
+@pytest.mark.parametrize("threshold", [0, 100])
+def test_a_parameter_without_elements(make_twins, threshold: int, mode: str) -> None:
+    twins = make_twins(Empty, persistence_threshold_numel=threshold, update=mode)
+    twins.steps(3)
     twins.check()

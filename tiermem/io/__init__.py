@@ -26,6 +26,7 @@ from tiermem.io.threads import ThreadsEngine
 from tiermem.types import ALIGNMENT
 
 __all__ = [
+    "BACKENDS",
     "AlignedBuffer",
     "Engine",
     "EngineStats",
@@ -43,7 +44,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("libaio", "threads")
+BACKENDS = ("io_uring", "libaio", "native_threads", "threads")
 """In order of preference."""
 
 WORKS = "works"
@@ -53,9 +54,9 @@ def _make(backend: str) -> Engine:
     if backend == "threads":
         return ThreadsEngine()
     # Imported here: the native core is optional.
-    from tiermem.io.libaio import LibaioEngine
+    from tiermem.io.native import NativeEngine
 
-    return LibaioEngine()
+    return NativeEngine(backend)
 
 
 def _round_trip(engine: Engine, directory: str | os.PathLike[str] | None) -> None:
@@ -72,18 +73,24 @@ def _round_trip(engine: Engine, directory: str | os.PathLike[str] | None) -> Non
                 raise OSError("what was read back is not what was written")
 
 
+def _words(error: OSError) -> str:
+    """The message without the number."""
+    where = f": {error.filename!r}" if error.filename is not None else ""
+    return f"{error.strerror or error}{where}"
+
+
 def _probe(backend: str, directory: str | os.PathLike[str] | None) -> str:
     try:
         engine = _make(backend)
     except ImportError as error:
         return f"the native core is not built ({error}); install gcc and reinstall tiermem"
     except OSError as error:
-        return str(error)
+        return _words(error)
     try:
         _round_trip(engine, directory)
         return WORKS
     except OSError as error:
-        return str(error)
+        return _words(error)
     finally:
         engine.close()
 
@@ -95,7 +102,9 @@ def probe_backends(directory: str | os.PathLike[str] | None = None) -> dict[str,
 
 
 def open_engine(backend: str = "auto", directory: str | os.PathLike[str] | None = None) -> Engine:
-    """The engine ``backend`` (``auto``, ``libaio``, ``threads``); its ``reason`` says why.
+    """The engine ``backend`` (``auto`` or one of `BACKENDS`); its ``reason`` says why.
+
+    ``threads`` is pure Python and needs no compiler.
 
     ``auto`` takes the first of `BACKENDS` that really writes and reads in ``directory``. A backend
     asked for by name is not replaced: ConfigError says why it does not work.
@@ -107,8 +116,9 @@ def open_engine(backend: str = "auto", directory: str | os.PathLike[str] | None 
     try:
         return _make(backend)
     except (ImportError, OSError) as error:
+        reason = _words(error) if isinstance(error, OSError) else str(error)
         raise ConfigError(
-            f"backend {backend} does not work: {error}; backend 'auto' picks another"
+            f"backend {backend} does not work: {reason}; backend 'auto' picks another"
         ) from error
 
 

@@ -96,7 +96,7 @@ class Request(Protocol):
 
 class Engine(Protocol):
     name: str
-    """``libaio``, ``threads``; what is really in use."""
+    """``libaio``, ``io_uring``, ``native_threads`` or ``threads``; what is really in use."""
     reason: str
     """Why this backend was chosen."""
 
@@ -120,6 +120,18 @@ class Engine(Protocol):
 
     def copy(self, destination: int, source: int, length: int, *, owner: object = None) -> Request:
         """Starts a memory-to-memory copy on the copy queue and returns at once."""
+
+    def register(self, address: int, length: int) -> None:
+        """Says that transfers will use this memory, so that they can be made cheaper. Memory that
+        transfers touch is pinned then, in pieces of up to 32 MiB. Never needed, and a backend
+        without a use for it does nothing. The memory stays mapped until `unregister` or `close`."""
+
+    def unregister(self, address: int) -> None:
+        """Ends what `register` of this address began. No transfer may be in flight there."""
+
+    @property
+    def registration(self) -> str:
+        """How much memory is registered, or why none."""
 
     def inject(self, fault: Fault | None) -> None:
         """For tests: arms one fault (None disarms). Counting starts with this call."""

@@ -310,6 +310,7 @@ class ThreadsEngine:
     """`tiermem.io.base.Engine` in pure Python."""
 
     name = "threads"
+    registration = "threads has no use for registered memory"
 
     def __init__(self) -> None:
         self.reason = "asked for"
@@ -378,6 +379,14 @@ class ThreadsEngine:
         request.source = source
         self._start(request, lambda: self._copies.push(request))
         return request
+
+    def register(self, address: int, length: int) -> None:
+        """Does nothing: see `registration`."""
+        self._check()
+
+    def unregister(self, address: int) -> None:
+        """Does nothing."""
+        self._check()
 
     def inject(self, fault: Fault | None) -> None:
         """Arms one fault, or disarms with None; counting starts anew."""

@@ -126,6 +126,11 @@ class Arena:
             self._ledger.release(self.tier, block.purpose, block.capacity)
 
     @property
+    def address(self) -> int:
+        """Where the memory begins; it is ``nbytes`` long."""
+        return self._base
+
+    @property
     def largest_free(self) -> int:
         """Bytes of the largest block that could be had now."""
         with self._lock:

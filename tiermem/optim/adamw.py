@@ -79,7 +79,6 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         self._rule = AdamWRule()
         self._runtime = runtime
-        self._clip_factor = 1.0
         self._handles: dict[int, ShardedParam] = {}
         self._options = OptionIndex(self._handle_of)
         self._frozen_scalars: dict[ParamGroup, dict[int, AdamWStep]] = {}
@@ -174,9 +173,8 @@ class AdamW(torch.optim.Optimizer):
         for group in self._groups():
             if group.gradient is not None and group.gradient.present:
                 updates.freeze(group, self)
-        updates.updated.clear()
+        updates.stepped(self)
         self._frozen_scalars.clear()
-        self._clip_factor = 1.0
         runtime.forward.pass_over = True
         runtime.gather.prefetch()
 
@@ -192,11 +190,11 @@ class AdamW(torch.optim.Optimizer):
                 options = self._options_of(param)
                 if options is not None:
                     param.steps += 1
-                    scalars[param.index] = self._scalars(options, param.steps)
+                    scalars[param.index] = self._scalars(options, param.steps, gradient.scale)
         self._frozen_scalars[group] = scalars
         return PendingUpdate(self._rule, scalars, gradient)
 
-    def _scalars(self, options: Mapping[str, Any], step: int) -> AdamWStep:
+    def _scalars(self, options: Mapping[str, Any], step: int, scale: float = 1.0) -> AdamWStep:
         beta1, beta2 = options["betas"]
         sign = -1.0 if options["maximize"] else 1.0
         return AdamWStep(
@@ -206,7 +204,7 @@ class AdamW(torch.optim.Optimizer):
             eps=float(options["eps"]),
             weight_decay=float(options["weight_decay"]),
             step=step,
-            grad_scale=sign * self._clip_factor,
+            grad_scale=sign * scale,
         )
 
     def _options_of(self, param: ShardedParam) -> Mapping[str, Any] | None:
@@ -239,12 +237,11 @@ class AdamW(torch.optim.Optimizer):
         """Forgets gradients that no ``step()`` has taken."""
         self._rt.backward.forget_stale()
         self._rt.check_usable()
-        self._rt.updates.check_discard()
+        self._rt.updates.check_discard(self)
         for group in self._groups():
             self._rt.gradients.discard(group)
             for param in group.params:
                 param.real.grad = None
-        self._clip_factor = 1.0
 
     def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Scales the next step's gradients so that their global 2-norm is at most ``max_norm``.
@@ -261,16 +258,19 @@ class AdamW(torch.optim.Optimizer):
             )
         if not max_norm >= 0:
             raise ConfigError(f"max_norm is {max_norm}; it must be at least 0")
-        norm = self.grad_norm() * self._clip_factor  # an earlier call has scaled them already
+        norm = self.grad_norm()
         if error_if_nonfinite and not math.isfinite(norm):
             raise StateError(f"the gradient norm is {norm}; pass error_if_nonfinite=False to go on")
-        self._clip_factor *= min(1.0, max_norm / (norm + 1e-6)) if not math.isnan(norm) else math.nan
+        factor = min(1.0, max_norm / (norm + 1e-6)) if not math.isnan(norm) else math.nan
+        for group in self._groups():
+            if group.gradient is not None:
+                group.gradient.scale *= factor
         return torch.tensor(norm, dtype=torch.float64)
 
     def grad_norm(self) -> float:
         """The 2-norm over all gradients that the next ``step()`` would use."""
         squares = [
-            group.gradient.sum_squares[param.index]
+            group.gradient.sum_squares[param.index] * group.gradient.scale**2
             for group in self._groups()
             if group.gradient is not None
             for param in group.params

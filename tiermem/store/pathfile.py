@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import resource
 from pathlib import Path
 
 from tiermem.errors import IOContext, TierIOError
@@ -14,6 +15,19 @@ from tiermem.types import format_bytes
 logger = logging.getLogger(__name__)
 
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+def check_file_limit(context: IOContext) -> None:
+    """Raises `TierIOError` (EFBIG) if the process may not have a file that long."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    end = context.offset + context.length
+    if limit != resource.RLIM_INFINITY and end > limit:
+        raise TierIOError(
+            errno.EFBIG,
+            context,
+            f"a file of {end} bytes ({format_bytes(end)}) is needed there; the limit on file sizes is "
+            f"{limit} bytes. Raise it (ulimit -f), add a path, or keep more in host memory",
+        )
 
 
 class PathFile:
@@ -49,11 +63,13 @@ class PathFile:
             self._preallocate(start, nbytes)
         except OSError as error:
             os.ftruncate(self.fd, start)  # gives back what was allocated before it failed
+            context = IOContext("preallocation", str(self.path), start, nbytes)
+            check_file_limit(context)
             room = os.fstatvfs(self.fd)
             free = room.f_bavail * room.f_frsize
             raise TierIOError(
                 error.errno or errno.EIO,
-                IOContext("preallocation", str(self.path), start, nbytes),
+                context,
                 f"{nbytes} bytes ({format_bytes(nbytes)}) are needed there and {free} bytes "
                 f"({format_bytes(free)}) are free; free space, add a path, or keep more in host memory",
             ) from error

@@ -111,6 +111,12 @@ class TieredStore:
             self._records.append(record)
             return record
 
+    def check_room(self, nbytes: int) -> None:
+        """Raises `TierIOError` (ENOSPC or EFBIG, with the figures) if the paths cannot take ``nbytes``
+        bytes more at their shares."""
+        with self._lock:
+            self._targets.check_room([int(nbytes * share) for share in self._shares], nbytes)
+
     def read(
         self,
         record: Record,
@@ -375,9 +381,10 @@ class TieredStore:
         block = self._arena.allocate(nbytes, Purpose.RESIDENT)
         if block is None:
             raise BudgetError(
-                f"{nbytes} bytes ({format_bytes(nbytes)}) of record {spec.name!r} do not fit in host "
-                f"memory: the largest free part of the budget of {self._arena.nbytes} bytes is "
-                f"{self._arena.largest_free} bytes; raise host_memory or keep more on NVMe"
+                f"{nbytes} bytes ({format_bytes(nbytes)}) of record {spec.name!r} do not fit in "
+                f"{self._arena.tier.value} memory: the largest free part of the budget of "
+                f"{self._arena.nbytes} bytes is {self._arena.largest_free} bytes; raise "
+                f"{self._arena.tier.value}_memory or keep more on a lower tier"
             )
         return block
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from tiermem.errors import IOContext, TierIOError
 from tiermem.io.base import Engine, Op, Priority, QueueOptions
-from tiermem.store.pathfile import PathFile
+from tiermem.store.pathfile import PathFile, check_file_limit
 from tiermem.store.rundir import RunDirectory, check_paths
 from tiermem.store.stats import PathStats
 from tiermem.store.striping import Piece
 from tiermem.store.transfer import PieceRequest, Transfer
+from tiermem.types import format_bytes
 
 HOST_MEMORY = "host memory"
 """What stands for a path in errors about pieces that lie in host memory."""
@@ -69,6 +73,26 @@ class Targets:
             for file, nbytes in zip(files, before, strict=True):
                 file.shrink(nbytes)
             raise
+
+    def check_room(self, sizes: Sequence[int], total: int) -> None:
+        """Raises `TierIOError` if path i cannot take ``sizes[i]`` bytes more, ``total`` in all. Paths
+        on one filesystem share its room."""
+        needed: dict[int, int] = {}
+        for directory, size, file in zip(self._directories, sizes, self._generation(0), strict=True):
+            device = os.stat(directory.path).st_dev
+            needed[device] = needed.get(device, 0) + size
+            room = os.statvfs(directory.path)
+            free = room.f_bavail * room.f_frsize
+            context = IOContext("preallocation", str(directory.path.parent), file.nbytes, size)
+            if needed[device] > free:
+                raise TierIOError(
+                    errno.ENOSPC,
+                    context,
+                    f"{total} bytes ({format_bytes(total)}) are needed in all, {needed[device]} of "
+                    f"them there, where {free} bytes ({format_bytes(free)}) are free; free space, add "
+                    f"a path, or keep more in host memory",
+                )
+            check_file_limit(context)
 
     def submit(
         self, transfer: Transfer, pieces: Sequence[Piece], address: int, terms: tuple[object, Priority]

@@ -106,5 +106,7 @@ def full_grad(param: torch.Tensor) -> torch.Tensor | None:
     with handle.group.runtime.interrupts:
         gradients.bring_in(own)
         flat = own.param_view(handle).clone()
+        if own.scale != 1.0:
+            flat *= own.scale
         gradients.park(handle.group)
     return flat.as_strided(handle.spec.shape, handle.spec.stride)

@@ -19,7 +19,7 @@ def attach_optimizer(
     runtime: Runtime, owner: OptimizerLink, rule: UpdateRule, groups: Sequence[ParamGroup]
 ) -> None:
     """Makes ``owner`` the optimizer of ``groups``. Raises `BudgetError` with the smallest budget
-    that works, `StateError` if a group has an optimizer already."""
+    that works, `StateError` if a group has an optimizer already; other optimizers then go on."""
     runtime.check_usable()
     taken = [group.name for group in groups if group in runtime.updates.owners]
     if taken:
@@ -27,9 +27,23 @@ def attach_optimizer(
             f"{', '.join(taken[:3])}: has an optimizer already. Remedy: one optimizer for all "
             f"parameters of a unit, or split the units with tiermem.shard(..., wrap=...)"
         )
-    config = runtime.config
     runtime.updates.attach = attach_optimizer
-    runtime.gather.finish_writes()
+    runtime.gather.vacate()  # device states lie beside each other, not around a lease
+    try:
+        _divide(runtime, rule, groups)
+    except BaseException:
+        for group in groups:
+            group.stages_gradients = False
+            runtime.gradients.forget_buffers(group)
+        _divide(runtime, rule, ())
+        raise
+    for group in groups:
+        runtime.updates.owners[group] = owner
+
+
+def _divide(runtime: Runtime, rule: UpdateRule, groups: Sequence[ParamGroup]) -> None:
+    """Divides the host budget anew, with what ``groups`` need beside those that have optimizers."""
+    config = runtime.config
     runtime.pipeline.release_slots()
     runtime.gradients.release_staging()
     every = [*groups, *runtime.updates.owners]
@@ -64,7 +78,6 @@ def attach_optimizer(
             runtime.gradients.reserve(group)
     for group in groups:  # last: parts of them stay in what host memory is left
         _make_records(runtime, rule, group, plan.state_fraction)
-        runtime.updates.owners[group] = owner
 
 
 def _make_records(runtime: Runtime, rule: UpdateRule, group: ParamGroup, fraction: float) -> None:

@@ -144,14 +144,10 @@ class BackwardTracker:
             return flat.as_strided(handle.shape, handle.stride, handle.offset)
 
     @uninterrupted
-    def on_gradient(self, param: ShardedParam, leaf: torch.Tensor) -> None:
-        """Autograd has accumulated into ``leaf.grad``: the real parameter, or the placeholder where
+    def on_gradient(self, param: ShardedParam, gradient: torch.Tensor) -> None:
+        """Autograd has accumulated ``gradient`` into the real parameter, or into the placeholder where
         that was given to a custom autograd function (which bypasses ``__torch_function__``)."""
         group = param.group
-        with compat.disable_torch_function():
-            gradient, leaf.grad = leaf.grad, None
-        if gradient is None:
-            return
         self._runtime.check_usable()
         nested = self._enter()
         self._runtime.updates.before_gradient(param, nested=nested)

@@ -102,6 +102,27 @@ def is_executing(frame: FrameType | None) -> bool:
     return False
 
 
+def running_frames() -> set[int]:
+    """The ids of the frames that execute now, in any thread."""
+    ids = set()
+    frames: list[FrameType | None] = list(sys._current_frames().values())
+    while frames:  # emptied: a frame that refers to itself would be garbage that holds its callers
+        frame = frames.pop()
+        if frame is not None:
+            ids.add(id(frame))
+            frames.append(frame.f_back)
+            del frame
+    return ids
+
+
+def inside_forward_mode() -> bool:
+    """Whether a forward-mode transform (``torch.func.jvp``, ``jacfwd``) is running."""
+    return (
+        torch.autograd.forward_ad._current_level >= 0
+        and torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
 _CALLERS = {
     ("_apply", "nn/modules/module.py"): "Module._apply",
     ("__new__", "nn/parameter.py"): "nn.Parameter",

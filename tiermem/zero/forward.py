@@ -13,6 +13,7 @@ torch.utils.checkpoint, which does not save but recomputes, is left in force.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ class ForwardTracker:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._stack: list[_Entry] = []
+        self._thread = 0  # whose stack it is
         self._open = False
         self._pass_unit: Unit | None = None
         self._pass_training = False
@@ -107,6 +109,7 @@ class ForwardTracker:
     @uninterrupted
     def enter(self, unit: Unit) -> None:
         self._runtime.check_usable()
+        self._check_context()
         self._drop_stale()
         if compat.inside_distributed_data_parallel():
             raise StateError(
@@ -158,6 +161,23 @@ class ForwardTracker:
         group.uses -= 1
         if group.uses == 0:
             self._runtime.gather.reshard(group)
+
+    def _check_context(self) -> None:
+        """Refuses what cannot be right here."""
+        if compat.inside_forward_mode():
+            raise StateError(
+                "forward-mode transforms (torch.func.jvp, jacfwd) cannot run on sharded parameters. "
+                "Remedy: torch.func.functional_call with tensors of your own, or reverse mode"
+            )
+        if not self._stack:
+            self._thread = threading.get_ident()
+        elif self._thread != threading.get_ident() and compat.current_graph_task_id() == -1:
+            if id(self._stack[-1].frame) in compat.running_frames():
+                raise StateError(
+                    "another thread is inside a forward of this runtime. Remedy: one thread at a time, "
+                    "or a runtime for each"
+                )
+            self._thread = threading.get_ident()  # what it has left is stale
 
     def _drop_stale(self) -> None:
         while self._stack and not compat.is_executing(self._stack[-1].frame):
@@ -226,6 +246,7 @@ class ForwardTracker:
     def _begin_use(self, use: _Use, *, pack: bool = False) -> None:
         """Unshards the groups of ``use``, with a packing context if one is needed."""
         self._runtime.check_usable()
+        self._check_context()
         self._drop_stale()
         if pack and torch.is_grad_enabled():
             use.context = self._open_context()

@@ -14,45 +14,27 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from tiermem.errors import BudgetError
 from tiermem.io.base import Op, Priority
-from tiermem.memory.arena import Arena, Block
-from tiermem.memory.lease import Lease, LeasePool, tensor_over
+from tiermem.memory.arena import Arena
+from tiermem.memory.lease import Lease, LeasePool
 from tiermem.schedule.prefetch import choose_victim, plan_prefetch
 from tiermem.schedule.trace import UseTrace
 from tiermem.store.store import TieredStore
 from tiermem.store.transfer import Transfer
-from tiermem.types import Field, Purpose, format_bytes, round_up
+from tiermem.types import Field, format_bytes, round_up
 from tiermem.zero.group import ParamGroup, ShardedParam, ShardedState
+from tiermem.zero.staging import HostImages
 from tiermem.zero.update import UpdateJob, UpdatePipeline
 
 if TYPE_CHECKING:
     from tiermem.zero.runtime import Runtime
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Retiring:
-    """Host memory that a copy to an accelerator and write-backs still read."""
-
-    block: Block
-    event: torch.Event | None
-    writes: list[Transfer]
-
-    def finished(self) -> bool:
-        return (self.event is None or self.event.query()) and all(w.done() for w in self.writes)
-
-    def finish(self) -> None:
-        if self.event is not None:
-            self.event.synchronize()
-        for write in self.writes:  # their errors are for whoever owns them
-            write.complete()
 
 
 class GatherScheduler:
@@ -64,7 +46,7 @@ class GatherScheduler:
         self._runtime = runtime
         self._store = store
         self._pipeline = pipeline
-        self._host = host
+        self._images = HostImages(host, self.wait_for_release)
         self.pool: LeasePool | None = None
         self.ahead_bytes = 0
         self.groups: list[ParamGroup] = []
@@ -73,8 +55,6 @@ class GatherScheduler:
         self.trace = UseTrace()
         self.lingering: set[ParamGroup] = set()  # see [Note: held parameters]
         self._lease_writes: deque[Transfer] = deque()
-        self._retiring: deque[_Retiring] = deque()
-        self._images: dict[ParamGroup, tuple[torch.Tensor, Block]] = {}
         self.stall_seconds = 0.0
         self.prefetch_hits = 0
         self.prefetch_misses = 0
@@ -105,11 +85,11 @@ class GatherScheduler:
         except BudgetError:
             if len(groups) < 2:
                 raise
-            self._vacate(groups)
+            self.vacate(groups)
             for group in groups:
                 self.unshard(group, traced=False)
 
-    def _vacate(self, groups: Sequence[ParamGroup]) -> None:
+    def vacate(self, groups: Sequence[ParamGroup] = ()) -> None:
         """Drops every lease that nobody needs now but, perhaps, one use of ``groups``."""
         for group in self.groups:
             uses = int(group in groups)
@@ -120,8 +100,10 @@ class GatherScheduler:
             if self._idle(group, uses):
                 self.drop(group)
         self.finish_writes()
-        while self._retire(wait=True):
+        while self._images.retire(wait=True):
             pass
+        if self.pool is not None:
+            self.pool.reclaim()
 
     def fetch(self, group: ParamGroup, *, traced: bool = True) -> None:
         """The group's parameters in its lease, up to date."""
@@ -142,7 +124,9 @@ class GatherScheduler:
     def gather(self, group: ParamGroup, *, demand: bool) -> bool:
         """Starts what brings the group into a lease; False if there is no room (not on demand)."""
         if group.lease is None:
-            if not demand and (self._would_block(group) or not self._can_stage(group)):
+            if not demand and not (self._addressable or self._images.has_room(group.nbytes)):
+                return False
+            if not demand and self._would_block(group):
                 return False
             lease = self._obtain(group, demand=demand)
             if lease is None:
@@ -158,7 +142,7 @@ class GatherScheduler:
 
     def _start_read(self, group: ParamGroup, lease: Lease, *, demand: bool) -> None:
         assert group.record is not None
-        image = lease.tensor if self._addressable else self._stage(group)
+        image = lease.tensor if self._addressable else self._images.make(group)
         group.lease = lease
         self.by_address[lease.address] = group
         group.move(ShardedState.GATHERING)
@@ -180,12 +164,9 @@ class GatherScheduler:
     def _start_update(self, group: ParamGroup) -> None:
         assert group.pending is not None
         assert group.lease is not None
-        if self._addressable:
-            image = group.lease.tensor
-        elif group in self._images:
-            image = self._images[group][0]
-        else:
-            image = self._stage(group)
+        image = group.lease.tensor if self._addressable else self._images.find(group)
+        if image is None:
+            image = self._images.make(group)
             image.copy_(group.lease.tensor[: image.numel()])
         self._runtime.gradients.pin(group.pending.gradient)
         group.job = UpdateJob(group, group.pending, image, group.transfer)
@@ -195,23 +176,6 @@ class GatherScheduler:
     def _addressable(self) -> bool:
         assert self.pool is not None
         return self.pool.host_addressable
-
-    def _can_stage(self, group: ParamGroup) -> bool:
-        return self._addressable or self._host.largest_free >= round_up(group.nbytes)
-
-    def _stage(self, group: ParamGroup) -> torch.Tensor:
-        """Host memory for a group on its way to or from an accelerator."""
-        block = self._host.allocate(group.nbytes, Purpose.STAGING)
-        while block is None and self.wait_for_release():
-            block = self._host.allocate(group.nbytes, Purpose.STAGING)
-        if block is None:
-            raise BudgetError(
-                f"staging {group.name!r} needs {format_bytes(group.nbytes)} of host memory; "
-                f"{format_bytes(self._host.free_bytes)} are free; raise host_memory"
-            )
-        tensor, _ = tensor_over(block.address, round_up(group.nbytes))
-        self._images[group] = (tensor, block)
-        return tensor
 
     def ready(self, group: ParamGroup) -> None:
         """Waits until the group's read and update are done. Raises their error."""
@@ -235,7 +199,7 @@ class GatherScheduler:
             self._runtime.updates.fetch_failed(error)
             raise
         group.transfer = None
-        self._deliver(group)
+        self._images.deliver(group, list(self._lease_writes))
 
     def _finish_job(self, group: ParamGroup) -> None:
         job = group.job
@@ -253,34 +217,7 @@ class GatherScheduler:
             raise
         self._lease_writes.extend(job.writes)
         group.job = group.transfer = group.pending = None
-        self._deliver(group)
-
-    def _deliver(self, group: ParamGroup) -> None:
-        """Host image to accelerator; its memory comes back when the copy and the write-backs that
-        read it are done."""
-        staged = self._images.pop(group, None)
-        if staged is None or group.lease is None:
-            return
-        image, block = staged
-        group.lease.tensor[: image.numel()].copy_(image, non_blocking=True)
-        event = None
-        if group.lease.tensor.device.type != "cpu":
-            event = torch.Event(group.lease.tensor.device.type)
-            event.record()
-        self._retiring.append(_Retiring(block, event, list(self._lease_writes)))
-
-    def _retire(self, *, wait: bool) -> bool:
-        """Frees host images that nothing reads any more; with ``wait``, at least the oldest."""
-        freed = False
-        while self._retiring:
-            oldest = self._retiring[0]
-            if wait and not freed:
-                oldest.finish()
-            elif not oldest.finished():
-                break
-            self._host.free(self._retiring.popleft().block)
-            freed = True
-        return freed
+        self._images.deliver(group, list(self._lease_writes))
 
     def poll(self) -> None:
         """Notices what has finished by itself."""
@@ -289,7 +226,7 @@ class GatherScheduler:
         for group in self.groups:
             if group.job is not None and group.job.done.is_set() and group.job.error is None:
                 self._finish_job(group)
-        self._retire(wait=False)
+        self._images.retire(wait=False)
         self._store.reap()
 
     def _observe(self, write: Transfer) -> None:
@@ -322,13 +259,17 @@ class GatherScheduler:
                 continue
             if patience > 0:  # a view may be dying in another thread, or in a reference cycle
                 patience -= 1
-                gc.collect() if patience == 0 else time.sleep(0.002)
+                if patience:
+                    time.sleep(0.002)
+                else:
+                    gc.collect()
+                    self._sweep_lingering(from_dead_code=True)
                 continue
             raise BudgetError(self._full_message(group))
 
-    def _sweep_lingering(self) -> None:
+    def _sweep_lingering(self, *, from_dead_code: bool = False) -> None:
         for group in list(self.lingering):
-            if group.state is ShardedState.UNSHARDED or group.detach():
+            if group.state is ShardedState.UNSHARDED or group.detach(from_dead_code=from_dead_code):
                 self.lingering.discard(group)
 
     def _victim(self, wanted: ParamGroup, *, demand: bool) -> ParamGroup | None:
@@ -368,7 +309,7 @@ class GatherScheduler:
             if self._lease_writes:
                 self._observe(self._lease_writes.popleft())
                 return True
-            if self._retire(wait=True):
+            if self._images.retire(wait=True):
                 return True
             if self._pipeline.wait_oldest():
                 self.poll()
@@ -395,7 +336,7 @@ class GatherScheduler:
             f"{format_bytes(budget)} ({budget} bytes) of which {format_bytes(free)} are free "
             f"({format_bytes(piece)} in one piece), and nothing is being released. Held by: {named}. "
             f"Remedy: raise device_memory, drop references to parameter views, or gather fewer "
-            f"parameters at once"
+            f"parameters at once (all units of one checkpointed function are needed together)"
         )
 
     # ---- giving up a lease
@@ -410,9 +351,7 @@ class GatherScheduler:
     def _forget(self, group: ParamGroup) -> None:
         if group.lease is not None:
             self.by_address.pop(group.lease.address, None)
-        staged = self._images.pop(group, None)
-        if staged is not None:
-            self._host.free(staged[1])
+        self._images.discard(group)
         group.lease = None
         group.transfer = None
         if group.state is ShardedState.UNSHARDED:
@@ -441,13 +380,13 @@ class GatherScheduler:
             return
         image = group.lease.tensor
         if not self._addressable:
-            image = self._stage(group)
+            image = self._images.make(group)
             image.copy_(group.lease.tensor[: image.numel()])
         write = self._store.write(group.record, 0, group.nbytes, image.data_ptr(), owner=image)
         self._lease_writes.append(write)
         if not self._addressable:
             self._observe(self._lease_writes.pop())
-            self._host.free(self._images.pop(group)[1])
+            self._images.discard(group)
 
     def _clear_remainders(self, group: ParamGroup, changed: Iterable[ShardedParam]) -> None:
         for param in changed:
@@ -461,7 +400,7 @@ class GatherScheduler:
         """A lease for a new group, and its zeroed image in host memory."""
         lease = self._obtain(group, demand=True)
         assert lease is not None
-        image = lease.tensor if self._addressable else self._stage(group)
+        image = lease.tensor if self._addressable else self._images.make(group)
         image.zero_()
         group.lease = lease
         self.by_address[lease.address] = group
@@ -474,7 +413,7 @@ class GatherScheduler:
             self._lease_writes.append(
                 self._store.write(group.record, 0, group.nbytes, image.data_ptr(), owner=image)
             )
-        self._deliver(group)
+        self._images.deliver(group, list(self._lease_writes))
         group.mark_clean()
 
     # ---- ahead of use
@@ -525,10 +464,13 @@ class GatherScheduler:
             group.transfer = None
         while self._lease_writes:
             self._lease_writes.popleft().complete()  # the store raises what failed
-        while self._retire(wait=True):
+        while self._images.retire(wait=True):
             pass
         for group in self.groups:
             group.uses = 0
-            self._forget(group)
             for param in group.params:
                 param.stop_listening()
+            try:
+                self._forget(group)
+            except Exception as error:  # tensors that a torch.func transform has left behind, say
+                on_error(error)

@@ -48,7 +48,8 @@ class GroupGradient:
 
     group: ParamGroup
     present: set[int] = field(default_factory=set)
-    sum_squares: dict[int, float] = field(default_factory=dict)
+    sum_squares: dict[int, float] = field(default_factory=dict)  # of the values before ``scale``
+    scale: float = 1.0  # clipping multiplies the values by it, inside the update
     widened: bool = False
     tensor: torch.Tensor | None = None
     block: Block | None = None
@@ -146,8 +147,9 @@ class GradientStore:
         if block is None:
             raise BudgetError(
                 f"{what} need {format_bytes(nbytes)} of host memory, "
-                f"{format_bytes(self._arena.free_bytes)} are free. Remedy: raise host_memory, or "
-                f"declare gradient_accumulation_steps so that they are planned for"
+                f"{format_bytes(self._arena.free_bytes)} are free "
+                f"({format_bytes(self._arena.largest_free)} in one piece). Remedy: raise host_memory, "
+                f"or declare gradient_accumulation_steps so that they are planned for"
             )
         return block
 
@@ -162,6 +164,8 @@ class GradientStore:
             own = group.gradient = GroupGradient(group, widened=self.start_wide)
         again = param.index in own.present
         self.bring_in(own)
+        if own.scale != 1.0:
+            self._apply_scale(own)
         if again and not own.widened and flat.dtype != torch.float32:
             self._widen(own)
         destination = own.param_view(param)
@@ -174,6 +178,13 @@ class GradientStore:
             flat = flat.cpu()
         own.sum_squares[param.index] = self._kernels.accumulate(destination, flat, add=again)
         own.present.add(param.index)
+
+    def _apply_scale(self, own: GroupGradient) -> None:
+        """More is to be added to gradients that were clipped: they are scaled now."""
+        scale, own.scale = own.scale, 1.0
+        for index in sorted(own.present):
+            view = own.param_view(own.group.params[index])
+            own.sum_squares[index] = self._kernels.accumulate(view, view * scale, add=False)
 
     def replace(self, param: ShardedParam, value: torch.Tensor | None) -> None:
         """``param.grad = value``."""

@@ -34,6 +34,7 @@ from tiermem.memory.lease import Lease
 from tiermem.store.records import Record
 from tiermem.types import Field
 from tiermem.zero import compat
+from tiermem.zero.holders import num_dead_references
 from tiermem.zero.layout import GroupLayout, ParamSpec, RegionLayout, Segment
 from tiermem.zero.placeholder import GradientStandIn, Placeholder
 
@@ -113,6 +114,11 @@ class ShardedParam:
     def spec(self) -> ParamSpec:
         return self.segment.spec
 
+    @property
+    def num_references(self) -> int:
+        """References to the real parameter beside ours, right after it was taken over."""
+        return sys.getrefcount(self.real) - 2  # our attribute's and the argument's
+
     def note_references(self) -> None:
         """Takes the present reference count as that of nobody but us."""
         self._references = sys.getrefcount(self.real)
@@ -121,7 +127,16 @@ class ShardedParam:
     def held(self) -> bool:
         """Whether somebody else keeps the real parameter; see [Note: held parameters]. While a
         graph is alive, autograd's accumulator of a trainable parameter counts as one more."""
-        return sys.getrefcount(self.real) > self._references + self.real.requires_grad
+        return self._others > 0
+
+    @property
+    def _others(self) -> int:
+        return sys.getrefcount(self.real) - self._references - self.real.requires_grad
+
+    @property
+    def held_by_dead_code(self) -> bool:
+        """Whether all others that keep it are tracebacks; slow, see [Note: kept exceptions]."""
+        return self._others <= num_dead_references(self.real)
 
     def listen(self) -> None:
         """(Re-)registers our accumulation hook as the last one, so that users' see the gradient.
@@ -130,10 +145,18 @@ class ShardedParam:
         if not self.real.requires_grad:
             return
         backward = self.group.runtime.backward
+
+        def accumulated(leaf: torch.Tensor) -> None:
+            with compat.disable_torch_function():
+                gradient, leaf.grad = leaf.grad, None
+            del leaf  # the traceback of an error must not keep it
+            if gradient is not None:
+                backward.on_gradient(self, gradient)
+
         with compat.disable_torch_function():
             self._hooks = [
                 torch.Tensor.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    leaf, lambda leaf: backward.on_gradient(self, leaf)
+                    leaf, accumulated
                 )
                 for leaf in (self.real, self.placeholder)
             ]
@@ -159,12 +182,18 @@ class ShardedParam:
         if gradients is None or self.index not in gradients.present:
             return None
         with compat.disable_torch_function():
-            return GradientStandIn(self.segment.spec, self.real.device, lambda: self.set_grad(None))
+            return GradientStandIn(self)
 
     def set_grad(self, value: torch.Tensor | None) -> None:
         self.real.grad = None
         if isinstance(value, GradientStandIn):
-            return
+            own = self.group.gradient
+            if value.stands_for(self) and own is not None and self.index in own.present:
+                return  # what it is already
+            raise StateError(
+                f"the gradient that is assigned to {self.name!r} has left for its tier and has no "
+                f"values here. Remedy: assign a copy, tiermem.full_grad(param), made while it was there"
+            )
         with self.group.runtime.interrupts:
             self.group.runtime.gradients.replace(self, value)
 
@@ -291,13 +320,13 @@ class ParamGroup:
                     spec.shape, spec.stride, views[segment.region].storage_offset() + segment.start
                 )
 
-    def detach(self) -> bool:
+    def detach(self, *, from_dead_code: bool = False) -> bool:
         """Real parameters give up the lease; False if some are held (see [Note: held parameters])
-        and have to give it up later."""
+        and have to give it up later. With ``from_dead_code`` tracebacks do not hold."""
         complete = True
         with torch.inference_mode(False), torch.no_grad():
             for param in self.params:
-                if param.held:
+                if param.held and not (from_dead_code and param.held_by_dead_code):
                     complete = False
                 else:
                     param.real.data = absent(param.spec, param.real.device)

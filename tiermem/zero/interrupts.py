@@ -20,20 +20,22 @@ R = TypeVar("R")
 
 
 class Deferral:
-    """A context that may be entered again inside itself; see [Note: interrupts]. Other threads than
-    the main one are never interrupted and may enter it too."""
+    """A context that may be entered again inside itself; see [Note: interrupts]. Python interrupts
+    the main thread only; others may enter too, one at a time."""
 
-    __slots__ = ("_depth", "_main", "_noted", "_on_second", "_previous")
+    __slots__ = ("_depth", "_lock", "_main", "_noted", "_on_second", "_previous")
 
     def __init__(self, on_second: Callable[[BaseException], None]) -> None:
         self._on_second = on_second
         self._main = threading.main_thread().ident
+        self._lock = threading.RLock()
         self._depth = 0
         self._noted = False
         self._previous: Any = None  # the handler that is put off, where there is one
 
     def __enter__(self) -> None:
         if threading.get_ident() != self._main:
+            self._lock.acquire()
             return
         if self._depth == 0:
             self._noted = False
@@ -41,6 +43,7 @@ class Deferral:
             self._previous = previous if callable(previous) else None
             if self._previous is not None:
                 signal.signal(signal.SIGINT, self._note)
+            self._lock.acquire()
         self._depth += 1
 
     def __exit__(
@@ -50,9 +53,13 @@ class Deferral:
         traceback: TracebackType | None,
     ) -> None:
         if threading.get_ident() != self._main:
+            self._lock.release()
             return
         self._depth -= 1
-        if self._depth or self._previous is None:
+        if self._depth:
+            return
+        self._lock.release()
+        if self._previous is None:
             return
         previous = self._previous
         signal.signal(signal.SIGINT, previous)

@@ -102,6 +102,7 @@ def plan_layout(specs: Sequence[ParamSpec]) -> GroupLayout:
         for index in members:
             segments[index] = Segment(len(regions), position, specs[index])
             position = round_up(position + specs[index].numel, SEGMENT_ALIGNMENT_NUMEL)
+        position = max(position, SEGMENT_ALIGNMENT_NUMEL)  # zero-size parameters alone take room too
         region = RegionLayout(len(regions), offset, position, dtype, trainable, tuple(members))
         regions.append(region)
         offset = round_up(offset + region.nbytes)

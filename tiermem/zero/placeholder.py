@@ -298,18 +298,21 @@ class GradientStandIn(torch.Tensor):
     """
 
     _name: str
-    _discard: Callable[[], None]
+    _of: ParamHandle
 
     @staticmethod
-    def __new__(
-        cls, spec: ParamSpec, device: torch.device, discard: Callable[[], None]
-    ) -> GradientStandIn:
+    def __new__(cls, handle: ParamHandle) -> GradientStandIn:
+        spec = handle.spec
         tensor: GradientStandIn = compat.make_wrapper(
-            cls, spec.shape, spec.stride, spec.dtype, device, False
+            cls, spec.shape, spec.stride, spec.dtype, handle.real.device, False
         )
         tensor._name = spec.name
-        tensor._discard = discard
+        tensor._of = handle
         return tensor
+
+    def stands_for(self, handle: ParamHandle) -> bool:
+        """Whether it is the gradient of that parameter."""
+        return self._of is handle
 
     def __init__(self, *_: Any) -> None:
         """Everything is done in ``__new__``."""
@@ -333,7 +336,7 @@ class GradientStandIn(torch.Tensor):
                 return args[0] is args[1]
             if name in _DISCARDING:
                 if name == "zero_":
-                    self._discard()
+                    self._of.set_grad(None)
                 return self
             if name == "__set__" and _property_name(func) == "data" and _is_same(self, args[1]):
                 return None
@@ -356,8 +359,8 @@ class GradientStandIn(torch.Tensor):
 
 
 def _is_same(self: GradientStandIn, other: object) -> bool:
-    """Stand-ins are made at each access to ``.grad``; their discard tells whose they are."""
-    return isinstance(other, GradientStandIn) and other._name == self._name
+    """Stand-ins are made at each access to ``.grad``."""
+    return isinstance(other, GradientStandIn) and other._of is self._of
 
 
 def _gradient_refusal(what: str, args: Any) -> StateError:

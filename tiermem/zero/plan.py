@@ -175,6 +175,22 @@ def plan_for_shard(
     return host, device
 
 
+def nvme_bytes(groups: Sequence[PlannedGroup], config: TierConfig, host: HostPlan) -> int:
+    """What the paths have to take, padding aside, as if AdamW came for everything trainable."""
+    total = 0.0
+    for index, group in enumerate(groups):
+        trainable = [r for r in group.layout.regions if r.trainable]
+        size = group_size(group.layout, trainable, config, small=group.small)
+        if config.params == "nvme" and not group.stays:
+            total += size.param_bytes * (1 - host.param_fraction)
+        if config.optimizer == "nvme" and not group.small:
+            total += size.state_bytes * (1 - host.state_fraction)
+        spills = config.effective_update == "deferred" and bool(host.num_staging)
+        if spills and config.uses_nvme and index not in host.kept_gradients:
+            total += size.grad_bytes
+    return int(total)
+
+
 def _working_bytes(groups: Sequence[PlannedGroup]) -> int:
     """What must fit beside persistent groups: all that enclose others, and the largest other."""
     moving = [group for group in groups if not group.stays]

@@ -77,6 +77,7 @@ class Runtime:
         io = self.config.io
         self.engine = open_engine(io.backend, paths[0] if paths else None)
         try:
+            self._register(self.host)
             self.store = TieredStore(
                 self.engine,
                 self.host,
@@ -124,12 +125,19 @@ class Runtime:
                 pin=self.config.pin_memory,
                 device="cpu",
             )
+            self._register(self.device_arena)
             self.device_store = TieredStore(self.engine, self.device_arena)
             pool = ArenaPool(self.device_arena, poison=self.config.poison_released)
         else:
             pool = AcceleratorPool(self.device, self.ledger, plan.budget)
         self.gather.pool = pool
         self.gather.ahead_bytes = plan.ahead_bytes
+
+    def _register(self, arena: Arena) -> None:
+        """Nothing unregisters: `close` closes the engine before the arenas. Registering pins what
+        transfers touch, which is what ``pin_memory`` allows."""
+        if self.config.pin_memory:
+            self.engine.register(arena.address, arena.nbytes)
 
     @property
     def transfer_groups(self) -> int:

@@ -17,8 +17,9 @@ from tiermem.zero.forward import Unit
 from tiermem.zero.group import ParamGroup, Region, StateRecord
 from tiermem.zero.guards import install_guards
 from tiermem.zero.materialize import Filler, Init, find_initialiser, materialise_buffers
-from tiermem.zero.plan import PlannedGroup, plan_for_shard, plan_groups
+from tiermem.zero.plan import PlannedGroup, nvme_bytes, plan_for_shard, plan_groups
 from tiermem.zero.runtime import Runtime
+from tiermem.zero.strays import warn_of_strays
 from tiermem.zero.wrap import PlannedUnit, Wrap, plan_units
 
 
@@ -34,8 +35,9 @@ def shard(
     its ``reset_parameters()``), and works on ordinary CPU tensors in the parameters' original
     dtype. A parameter that several modules share is initialised by the first.
 
-    Raises `BudgetError` (with the smallest budget that works), `StateError` and `TypeError` before
-    anything is changed; `StateError` also when an initialiser forgets a buffer.
+    Raises `BudgetError` (with the smallest budget that works), `TierIOError` (the paths have no room
+    for what is to come), `StateError` and `TypeError` before anything is changed; `StateError` also
+    when an initialiser forgets a buffer.
     """
     _check_arguments(model, runtime)
     runtime.check_usable()
@@ -50,6 +52,7 @@ def shard(
     )
     if runtime.gather.pool is not None:
         _check_beside_others(runtime, device)
+    runtime.store.check_room(nvme_bytes(groups, runtime.config, host))
     names = {module: name for name, module in model.named_modules()}
     initialise = find_initialiser(model, init, names)
     first = len(runtime.groups)
@@ -68,13 +71,15 @@ def shard(
             for group in made
             if group.persistent or group.anchored
         }
-    for index, unit in enumerate(units):
+    for index in range(len(units)):
         mine = [g for g, planned in zip(made, groups, strict=True) if planned.unit == index]
-        Filler(runtime, unit, mine, names, initialise, images).fill()
+        Filler(runtime, units[index], mine, names, initialise, images).fill()
     materialise_buffers(model, names, initialise, runtime.device)
     _install_hooks(runtime, units, groups, made, names)
     install_guards(model, made)
+    modules = {group: units[plan.unit].module for group, plan in zip(made, groups, strict=True)}
     del units, groups  # they refer to the parameters, whose references are counted now
+    warn_of_strays(modules)
     for group in made:
         for param in group.params:
             param.note_references()
@@ -125,6 +130,7 @@ def _install_hooks(
     """One pair of hooks on each unit's module, and on each module outside of a unit that names a
     parameter of it (tied weights)."""
     needs: dict[nn.Module, dict[ParamGroup, None]] = {}
+    unit = None
     for index, unit in enumerate(units):
         inside = set(unit.module.modules())
         for group, plan in zip(made, planned, strict=True):

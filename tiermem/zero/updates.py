@@ -42,7 +42,7 @@ class UpdateController:
         self.in_backward = in_backward
         self.owners: dict[ParamGroup, OptimizerLink] = {}
         self.attach: Callable[..., None] = _no_attach  # set by attach.py, which lies above
-        self.updated: set[ParamGroup] = set()  # since the last step(), inside backward
+        self.updated: dict[ParamGroup, OptimizerLink] = {}  # since its last step(), inside backward
 
     def before_gradient(self, param: ShardedParam, *, nested: bool) -> None:
         """Refuses what cannot be right when updating inside backward."""
@@ -62,7 +62,7 @@ class UpdateController:
             self._runtime.gradients.park(group)
             return
         self.start(group, owner)
-        self.updated.add(group)
+        self.updated[group] = owner
 
     def start(self, group: ParamGroup, owner: OptimizerLink) -> None:
         """Freezes the update of ``group`` and starts it as soon as there is room."""
@@ -94,22 +94,34 @@ class UpdateController:
         region.trainable = True
         self._runtime.gradients.forget_buffers(group)
         owner = self.owners.pop(group, None)
-        if owner is not None:
+        if owner is None:
+            return
+        try:
             self.attach(self._runtime, owner, owner.rule, [group])
+        except BaseException:
+            region.trainable = False
+            self._runtime.gradients.forget_buffers(group)
+            self.attach(self._runtime, owner, owner.rule, [group])
+            raise
 
     def fetch_failed(self, error: BaseException) -> None:
         """A fetch failed. Between the updates of one backward that leaves groups of two steps."""
         if self.updated and self._runtime.backward.running:
             self._runtime.mark_torn(error)
 
-    def check_discard(self) -> None:
-        """``zero_grad()`` is about to forget gradients."""
-        if self.updated:
+    def stepped(self, owner: OptimizerLink) -> None:
+        """``owner.step()`` has taken what was updated for it."""
+        self.updated = {group: other for group, other in self.updated.items() if other is not owner}
+
+    def check_discard(self, owner: OptimizerLink) -> None:
+        """``owner.zero_grad()`` is about to forget gradients."""
+        if owner in self.updated.values():
             raise StateError(
                 "zero_grad() without step() cannot take back the updates that update: 'backward' has "
                 "made. Remedy: step() completes them with the gradients that have accumulated (after "
                 "a backward that failed: not all of them; to undo, start from a checkpoint), or "
-                "update: 'deferred', which is right for any loop"
+                "update: 'deferred', which is right for any loop (such as one with two optimizers "
+                "over one graph)"
             )
 
 

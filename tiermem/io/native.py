@@ -1,4 +1,4 @@
-"""The native engine over Linux AIO. One C thread per path queue; the GIL is never held for it."""
+"""The native engine, over io_uring, Linux AIO or C threads. The GIL is never held for a transfer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Any
 import tiermem._native as _native
 from tiermem.io import checks
 from tiermem.io.base import EngineStats, Fault, Op, Priority, QueueOptions
+from tiermem.io.refusals import explain, explain_memory
 from tiermem.io.request import Outcome, PendingRequest
+from tiermem.types import format_bytes
 
 ffi: Any = _native.ffi
 lib: Any = _native.lib
@@ -21,15 +23,11 @@ _WAIT_SLICE_SECONDS = 0.5  # a wait without end comes back this often, so that C
 _NO_FAULT = (0, lib.TM_FAULT_ERROR, 0, 0, 0)
 
 
-def _aio_limit() -> str:
-    values = []
-    for name in ("aio-nr", "aio-max-nr"):
-        try:
-            with open(f"/proc/sys/fs/{name}", encoding="ascii") as file:
-                values.append(f"fs.{name} is {file.read().strip()}")
-        except OSError:
-            values.append(f"fs.{name} is unreadable")
-    return ", ".join(values)
+BACKENDS = {
+    "libaio": lib.TM_BACKEND_LIBAIO,
+    "io_uring": lib.TM_BACKEND_IO_URING,
+    "native_threads": lib.TM_BACKEND_THREADS,
+}
 
 
 class NativeRequest(PendingRequest):
@@ -59,21 +57,24 @@ class NativeRequest(PendingRequest):
         return Outcome(result.status, result.failed_at, result.transferred)
 
 
-class LibaioEngine:
-    """`tiermem.io.base.Engine` on the native core."""
+class NativeEngine:
+    """`tiermem.io.base.Engine` on the native core; one C thread per path queue.
 
-    name = "libaio"
+    ``backend`` is one of `BACKENDS`. Raises OSError with the remedy where it does not work.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str) -> None:
+        self.name = backend
         self.reason = "asked for"
+        self._unregistered: str | None = "no memory was given"  # why, or None
         self._pid = os.getpid()
         self._lock = threading.Lock()  # of _closed and _num_queues
         self._closed = False
         self._num_queues = 0
         out = ffi.new("tm_engine **")
-        code = lib.tm_engine_create(lib.TM_BACKEND_LIBAIO, out)
+        code = lib.tm_engine_create(BACKENDS[backend], out)
         if code:
-            raise OSError(-code, f"the native engine does not start: {os.strerror(-code)}")
+            raise OSError(-code, explain(backend, -code, 2))
         self._handle = ffi.gc(out[0], lib.tm_engine_free)
 
     def _check(self, code: int, action: str) -> None:
@@ -86,20 +87,15 @@ class LibaioEngine:
         raise OSError(-code, f"{action} failed: {os.strerror(-code)}")
 
     def add_queue(self, options: QueueOptions) -> int:
-        """A new path queue; its number. OSError when the system has no AIO contexts left."""
+        """A new path queue; its number. OSError, with the remedy, where the system refuses it."""
         checks.check_options(options)
         native = ffi.new(
             "tm_queue_options *", (options.chunk_bytes, options.read_depth, options.write_depth)
         )
         number = ffi.new("uint32_t *")
         code = lib.tm_engine_add_queue(self._handle, native, number)
-        if code == -errno.EAGAIN:
-            depth = options.read_depth + options.write_depth
-            raise OSError(
-                errno.EAGAIN,
-                f"the kernel has no room for {depth} more asynchronous requests ({_aio_limit()}): "
-                "raise fs.aio-max-nr with sysctl, lower the queue depths, or use the threads backend",
-            )
+        if code < 0 and code not in (-errno.ESHUTDOWN, -errno.ECHILD):
+            raise OSError(-code, explain(self.name, -code, options.read_depth + options.write_depth))
         self._check(code, "adding a queue")
         with self._lock:
             self._num_queues = max(self._num_queues, int(number[0]) + 1)
@@ -141,6 +137,33 @@ class LibaioEngine:
         self._check(code, "submitting a copy")
         return NativeRequest(out[0], "copy", 0, length, owner, self._pid)
 
+    def register(self, address: int, length: int) -> None:
+        """Lets transfers inside of this memory go cheaper where the backend and the kernel can; see
+        `registration`. Raises OSError for memory that overlaps what is registered."""
+        code = lib.tm_engine_register(self._handle, ffi.cast("void *", address), length)
+        if code in (-errno.EOPNOTSUPP, -errno.ENOSPC):
+            self._unregistered = explain_memory(self.name, -code)
+            return
+        self._check(code, f"registering {length} bytes of memory")
+        self._unregistered = None
+
+    def unregister(self, address: int) -> None:
+        """Ends what `register` of this address began; to be called before the memory is unmapped."""
+        code = lib.tm_engine_unregister(self._handle, ffi.cast("void *", address))
+        if code != -errno.ENOENT:  # register() may have done nothing
+            self._check(code, "unregistering memory")
+
+    @property
+    def registration(self) -> str:
+        """How much memory is registered and how many chunks used it, or why none."""
+        if self._unregistered is not None:
+            return self._unregistered
+        native = ffi.new("tm_memory_stats *")
+        self._check(lib.tm_engine_memory_stats(self._handle, native), "reading what is registered")
+        size = f"{native.bytes} bytes ({format_bytes(native.bytes)})"
+        text = f"{size} registered, used by {native.chunks} chunks"
+        return f"{text}; {explain_memory(self.name, -native.refusal)}" if native.refusal else text
+
     def inject(self, fault: Fault | None) -> None:
         """Arms one fault, or disarms with None; counting starts anew."""
         if self._closed:
@@ -178,7 +201,7 @@ class LibaioEngine:
                 self._closed = True
                 lib.tm_engine_close(self._handle)
 
-    def __enter__(self) -> LibaioEngine:
+    def __enter__(self) -> NativeEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
