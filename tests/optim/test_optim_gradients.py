@@ -328,3 +328,15 @@ def test_a_stand_in_is_no_gradient_to_assign(tmp_path: Path) -> None:
         before = tiermem.full_param(first)
         optimizer.step()
         assert torch.equal(tiermem.full_param(first), before)
+
+
+def test_the_norm_is_of_the_optimizers_own_parameters(tmp_path: Path) -> None:
+    """Others of the same unit may have gradients too."""
+    with sharded(tmp_path, compute_dtype="fp32") as (_, model):
+        plain = make_net()
+        optimizer = tiermem.optim.AdamW([model.first.weight, model.second.weight])
+        for net in (model, plain):
+            loss_of(net, 0).backward()
+        own = [plain.first.weight.grad, plain.second.weight.grad]
+        expected = torch.nn.utils.get_total_norm([g for g in own if g is not None])
+        assert optimizer.grad_norm() == pytest.approx(expected.item(), rel=1e-5)

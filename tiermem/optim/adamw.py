@@ -274,7 +274,7 @@ class AdamW(torch.optim.Optimizer):
             for group in self._groups()
             if group.gradient is not None
             for param in group.params
-            if param.index in group.gradient.present
+            if param.index in group.gradient.present and self._options_of(param) is not None
         ]
         return math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else sum(squares)
 
