@@ -205,6 +205,7 @@ def runtime_config(options: argparse.Namespace, placement: str, directory: str) 
         "update": options.update,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,
+        "malloc_mmap_threshold": options.malloc_mmap_threshold or None,
     }
     if placement == "nvme":
         config["paths"] = [directory]
@@ -458,6 +459,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--host-memory", default=None, help="budget, e.g. 256MiB")
     parser.add_argument("--device-memory", default=None, help="budget for gathered parameters")
     parser.add_argument("--resident-memory", default=None, help="host memory that keeps NVMe records")
+    parser.add_argument(
+        "--malloc-mmap-threshold", default="4MiB", help="of the run that is measured; '' leaves glibc's"
+    )
     parser.add_argument("--update", choices=("backward", "deferred"), default="backward")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--batch-size", type=int, default=1)

@@ -94,6 +94,13 @@ class TierConfig(_Strict):
     pin_memory: bool = Default(
         True, description="lock host memory, and register it with io_uring, where the limit allows"
     )
+    malloc_mmap_threshold: ByteSize | None = Default(
+        None,
+        ge=128 << 10,
+        le=32 << 20,
+        description="freed blocks of this size and more are returned to the system at once, in the "
+        "whole process; default: leave the C library as it is",
+    )
     io: IOConfig = IOConfig()
 
     @model_validator(mode="after")

@@ -6,15 +6,17 @@ import ctypes
 import functools
 from collections.abc import Callable
 
+_M_MMAP_THRESHOLD = -3
+
 
 @functools.cache
-def _malloc_trim() -> Callable[[int], int] | None:
+def _glibc(name: str, argument: type, *more: type) -> Callable[..., int] | None:
     try:
-        trim = ctypes.CDLL(None).malloc_trim
+        function: Callable[..., int] = getattr(ctypes.CDLL(None), name)
     except (OSError, AttributeError):  # not glibc
         return None
-    trim.argtypes, trim.restype = [ctypes.c_size_t], ctypes.c_int
-    return trim
+    function.argtypes, function.restype = [argument, *more], ctypes.c_int  # type: ignore[attr-defined]
+    return function
 
 
 def return_freed_memory() -> None:
@@ -24,6 +26,18 @@ def return_freed_memory() -> None:
     initialised module by module) that was seen to be more than the whole model; at fixed shapes, as in
     training steps, the heap is reused and this is not needed.
     """
-    trim = _malloc_trim()
+    trim = _glibc("malloc_trim", ctypes.c_size_t)
     if trim is not None:
         trim(0)
+
+
+def return_blocks_from(nbytes: int) -> bool:
+    """Makes the C library map blocks of ``nbytes`` and more one by one, and so return each as soon as
+    it is freed, in the whole process and for good. False where there is no glibc.
+
+    Left alone, glibc raises that threshold up to 32 MiB; activations and gradients then lie on its
+    heap, which keeps holes. Measured with 950 MB of activations: a peak of 670 MB above all that was
+    live, 260 MB with a threshold of 4 MiB.
+    """
+    option = _glibc("mallopt", ctypes.c_int, ctypes.c_int)
+    return option is not None and bool(option(_M_MMAP_THRESHOLD, nbytes))

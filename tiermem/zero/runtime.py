@@ -23,6 +23,7 @@ from tiermem.memory.arena import Arena
 from tiermem.memory.budget import check_host_budget, default_host_budget
 from tiermem.memory.lease import AcceleratorPool, ArenaPool, LeasePool
 from tiermem.memory.ledger import Ledger
+from tiermem.memory.trim import return_blocks_from
 from tiermem.schedule.placement import DevicePlan
 from tiermem.store.records import Record
 from tiermem.store.rundir import check_paths
@@ -61,6 +62,9 @@ class Runtime:
         self._closed = False
         self._pid = os.getpid()
         self.device = _device(self.config)
+        threshold = self.config.malloc_mmap_threshold
+        if threshold is not None and not return_blocks_from(int(threshold)):
+            logger.warning("malloc_mmap_threshold has no effect: the C library is not glibc")
         budget = int(self.config.host_memory or default_host_budget())
         check_host_budget(budget)
         paths = self.config.paths if self.config.uses_nvme else ()
