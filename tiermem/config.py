@@ -103,6 +103,12 @@ class TierConfig(_Strict):
     )
     io: IOConfig = IOConfig()
 
+    @field_validator("compute_dtype", mode="before")
+    @classmethod
+    def _dtype_name(cls, value: Any) -> Any:
+        """torch's own names are understood, without importing torch."""
+        return {"torch.bfloat16": "bf16", "torch.float32": "fp32"}.get(str(value), value)
+
     @model_validator(mode="after")
     def _consistent(self) -> TierConfig:
         nvme = [key for key in ("params", "optimizer") if getattr(self, key) == "nvme"]
@@ -176,6 +182,12 @@ def _explain(problem: Any) -> str:
         hint = f"; did you mean {near[0]!r}?" if near else f"; valid: {', '.join(model.model_fields)}"
         return f"{key}: unknown key{hint}"
     message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"].startswith("byte_size"):
+        message = (
+            "must be a size: a whole number of bytes that is not negative, or for example '256MiB'"
+        )
+    elif problem["type"] == "tuple_type":
+        message = f"must be a list, for example [{problem['input']!r}]"
     if problem["type"] == "value_error" and not location:
         return str(message)
     return f"{key}: {message}; got {problem['input']!r}"

@@ -277,3 +277,19 @@ def test_a_device_that_is_not_there_is_refused(device: str) -> None:
 @pytest.mark.parametrize("backend", ["auto", *BACKENDS])
 def test_every_backend_can_be_asked_for(backend: str) -> None:
     assert load_config({"io": {"backend": backend}}).io.backend == backend
+
+
+@pytest.mark.parametrize("value", ["banana", -5, 1.5, "-1MiB"])
+def test_what_is_no_size_is_told_how_sizes_look(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"host_memory: must be .*256MiB.*; got"):
+        load_config({"host_memory": value})
+
+
+def test_one_path_that_is_no_list_is_told_so() -> None:
+    with pytest.raises(ConfigError, match=r"paths: must be a list, for example \['drive'\]"):
+        load_config({"paths": "drive"})
+
+
+def test_torch_dtypes_are_understood() -> None:
+    assert load_config({"compute_dtype": torch.bfloat16}).compute_dtype == "bf16"
+    assert load_config({"compute_dtype": torch.float32}).compute_dtype == "fp32"

@@ -235,3 +235,10 @@ def test_after_a_refusal_the_same_model_can_be_sharded_elsewhere(mount: Mount, t
         tiermem.shard(model, runtime)
         for param, value in zip(model.parameters(), expected, strict=True):
             assert torch.equal(tiermem.full_param(param), value)
+
+
+def test_a_directory_given_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    config = {"params": "nvme", "paths": [tmp_path, tmp_path / "link"], "host_memory": "16MiB"}
+    with pytest.raises(ConfigError, match="same directory as"):
+        tiermem.Runtime(config)

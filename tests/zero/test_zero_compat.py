@@ -307,3 +307,9 @@ def test_running_frames() -> None:
     leave.set()
     thread.join()
     assert id(frames[0]) not in compat.running_frames()
+
+
+def test_trees_of_arguments() -> None:
+    tree = {"a": [1, (2.0, "three")], "b": None}
+    assert compat.tree_leaves(tree) == [1, 2.0, "three", None]
+    assert compat.tree_map_only(float, lambda x: x + 1, tree) == {"a": [1, (3.0, "three")], "b": None}

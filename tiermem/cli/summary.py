@@ -154,7 +154,7 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     for kind in ("host", "device"):
         peak, budget = fields[f"{kind}_peak_bytes"], fields[f"{kind}_budget_bytes"]
         rows.append((f"{kind} memory", f"peak {format_bytes(peak)} of {format_bytes(budget)}"))
-    rows.append(("locked", format_bytes(fields["locked_bytes"])))
+    rows.append(("locked, as touched", format_bytes(fields["locked_bytes"])))
     rows.append(("peak RSS", f"{format_bytes(fields['peak_rss_bytes'])} (torch and all)"))
     for name, key in (("read", "read_bytes_per_param"), ("written", "written_bytes_per_param")):
         value = fields[key]

@@ -45,6 +45,15 @@ _MARKER_LIMIT = 4096  # bytes read of a marker
 def check_paths(paths: Sequence[Path]) -> None:
     """Raises one `ConfigError` that lists every path that cannot hold a run's files."""
     problems = [problem for path in paths if (problem := _problem(path))]
+    if not problems:
+        seen: dict[tuple[int, int], Path] = {}
+        for path in paths:
+            status = os.stat(path)
+            other = seen.setdefault((status.st_dev, status.st_ino), path)
+            if other is not path:
+                problems.append(
+                    f"path {str(path)!r} is the same directory as {str(other)!r}; give each drive once"
+                )
     if problems:
         raise ConfigError("; ".join(problems))
 

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tiermem.errors import StateError
 from tiermem.zero import compat
@@ -237,7 +236,7 @@ def _method(self: Placeholder, name: str, func: Any, args: Any, kwargs: Any) -> 
 def _sizes_only(func: Any, args: Any, kwargs: Any) -> Any:
     """``func`` on tensors of the same sizes that have no data."""
     with compat.disable_torch_function():
-        sizes = tree_map_only(
+        sizes = compat.tree_map_only(
             torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), (args, kwargs)
         )
         return func(*sizes[0], **sizes[1])
@@ -258,7 +257,7 @@ def _cast(self: torch.Tensor, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _gathered_call(func: Any, args: Any, kwargs: Any) -> Any:
     """``func`` with every placeholder's parameter gathered and put in its place."""
-    leaves = tree_leaves((args, kwargs))
+    leaves = compat.tree_leaves((args, kwargs))
     found = [leaf for leaf in leaves if isinstance(leaf, Placeholder)]
     if any(isinstance(leaf, GradientStandIn) for leaf in leaves):  # before anything is gathered
         raise _gradient_refusal(getattr(func, "__name__", ""), args)
@@ -272,7 +271,7 @@ def _gathered_call(func: Any, args: Any, kwargs: Any) -> Any:
     if caller is not None:
         raise _refusal(found[0], f"{name} by {caller}", _TAKE_OVER[caller])
     handle = found[0]._handle
-    real_args, real_kwargs = tree_map_only(Placeholder, lambda p: p._handle.real, (args, kwargs))
+    real_args, real_kwargs = compat.tree_map_only(Placeholder, lambda p: p._handle.real, (args, kwargs))
     by_real = {id(p._handle.real): p for p in found}
     result = handle.call(func, real_args, real_kwargs, [p._handle for p in found])
     if isinstance(result, torch.Tensor):  # in-place functions return the parameter itself
@@ -364,7 +363,7 @@ def _is_same(self: GradientStandIn, other: object) -> bool:
 
 
 def _gradient_refusal(what: str, args: Any) -> StateError:
-    names = [leaf._name for leaf in tree_leaves(args) if isinstance(leaf, GradientStandIn)]
+    names = [leaf._name for leaf in compat.tree_leaves(args) if isinstance(leaf, GradientStandIn)]
     return StateError(
         f"{what} needs the gradient of {', '.join(map(repr, names[:3])) or 'a sharded parameter'}"
         f"{' and others' if len(names) > 3 else ''}, which has left for its tier. Remedy: to "
