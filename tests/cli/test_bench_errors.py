@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,8 @@ import pytest
 from bench_rig import SMALL, left_in
 
 from tiermem.cli.app import run
+from tiermem.io import QueueOptions
+from tiermem.io.threads import ThreadsEngine
 
 Run = Callable[..., tuple[int, str]]
 
@@ -116,3 +120,24 @@ def test_a_picture_without_matplotlib(run_bench: Run, monkeypatch: pytest.Monkey
     code, error = run_bench(".", "--plot", "speed.png")
     assert code == 1
     assert "pip install 'tiermem[plot]'" in error
+
+
+def test_what_was_measured_before_a_failure_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second setting gets no queue, as where fs.aio-max-nr is exhausted."""
+    real = ThreadsEngine.add_queue
+
+    def add_queue(self: ThreadsEngine, options: QueueOptions) -> int:
+        if options.read_depth == 64:
+            raise OSError(errno.EAGAIN, "the kernel has no room for 64 more")
+        return real(self, options)
+
+    monkeypatch.setattr(ThreadsEngine, "add_queue", add_queue)
+    small = ("--size", "8MiB", "--block-size", "16KiB", "--runtime", "0", "--loops", "1")
+    code = run(["bench", str(tmp_path), *small, "--depth", "4,64", "--backend", "threads", "--json"])
+    said = capsys.readouterr()
+    assert code == 1
+    assert "error: depth is 64: the kernel has no room" in said.err
+    assert len(json.loads(said.out)["results"]) == 3
+    assert left_in(tmp_path) == []

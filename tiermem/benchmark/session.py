@@ -29,6 +29,7 @@ from tiermem.benchmark.figures import Flow, Result, Run
 from tiermem.benchmark.place import Place, open_places
 from tiermem.benchmark.plan import REQUEST_BYTES, WINDOW, Mode, Pages, Plan, Setting
 from tiermem.benchmark.streams import Lane, Stream, finish
+from tiermem.errors import ConfigError
 from tiermem.io import AlignedBuffer, Engine, Op, QueueOptions, aligned_buffer, open_engine
 from tiermem.io.latency import Latency
 
@@ -195,6 +196,8 @@ class Session:
                 for number, place in enumerate(self._places)
             ]
             self._pass_once(lanes)
+        if self._stop.is_set():
+            return
         for place in self._places:
             place.sync()
 
@@ -240,7 +243,10 @@ class Session:
         for buffer in buffers.values():
             engine.register(buffer.address, buffer.nbytes)
         options = QueueOptions(setting.block_bytes, setting.depth, setting.depth)
-        queues = [[engine.add_queue(options) for _ in range(setting.threads)] for _ in self._places]
+        try:
+            queues = [[engine.add_queue(options) for _ in range(setting.threads)] for _ in self._places]
+        except OSError as error:
+            raise ConfigError(f"depth is {setting.depth}: {error.strerror or error}") from error
         return _Rig(setting, engine, queues, buffers)
 
     def _lanes(self, rig: _Rig, mode: Mode, buffer: AlignedBuffer) -> list[Lane]:
@@ -314,7 +320,7 @@ class Session:
             before = self._count(rig)
         self._wait(streams, runtime or float("inf"), runtime)
         buffered = [place for place in self._places if not place.file.direct]
-        if buffered and Op.WRITE in mode.ops:
+        if buffered and Op.WRITE in mode.ops and not self._stop.is_set():
             finish(streams)
             for place in buffered:
                 place.sync()

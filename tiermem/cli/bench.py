@@ -57,7 +57,7 @@ def parse_modes(text: str) -> tuple[str, ...]:
 
 def bench(
     paths: Annotated[
-        list[Path], typer.Argument(metavar="PATH...", help="directories to measure, one per drive")
+        list[Path], typer.Argument(metavar="PATH", help="directories to measure, one per drive")
     ],
     mode: Annotated[
         str, typer.Option(metavar="LIST", help="read, write, duplex (half read, half written at once)")

@@ -19,6 +19,7 @@ from tiermem.benchmark import Mode, Plan, Result, Session
 from tiermem.benchmark.cautions import result_cautions
 from tiermem.cli.bench_tables import LEGEND, head_lines, pages_lines, result_table
 from tiermem.cli.stopping import Stopping
+from tiermem.errors import TierMemError
 
 
 class _Bar:
@@ -67,26 +68,34 @@ def bench_plan(plan: Plan, *, as_json: bool, picture: Path | None) -> int:
 
         check_plot(picture)
     results: list[Result] = []
+    failure: TierMemError | None = None
     with Stopping() as stopping:
         with (
             _observer(Console(stderr=True), plan.num_runs) as observer,
             Session(plan, observer, stopping.event) as session,
         ):
-            results.extend(session.results())
+            try:
+                for result in session.results():
+                    results.append(result)
+            except TierMemError as error:  # what was measured before it is shown
+                failure = error
         warnings = [
             *session.warnings,
             *result_cautions(results, [place.site for place in session.places]),
         ]
+        stopped = stopping.event.is_set() or failure is not None
         if as_json:
-            print(json.dumps(_fields(session, results, warnings, stopped=stopping.event.is_set())))
+            print(json.dumps(_fields(session, results, warnings, stopped=stopped)))
         else:
-            _show(session, results, warnings, plan)
+            _show(session, results, warnings, verified=plan.verify and failure is None)
         if picture is not None and results:
             from tiermem.benchmark.plot import draw
 
             draw(results, _title(session), picture)
             print(f"tiermem: the picture is {picture}", file=sys.stderr)
-        return stopping.code
+    if failure is not None:
+        raise failure
+    return stopping.code
 
 
 def _title(session: Session) -> str:
@@ -110,14 +119,16 @@ def _fields(
     }
 
 
-def _show(session: Session, results: Sequence[Result], warnings: Sequence[str], plan: Plan) -> None:
+def _show(
+    session: Session, results: Sequence[Result], warnings: Sequence[str], *, verified: bool
+) -> None:
     console = Console()
     for line in head_lines(session):
         console.print(Text(line), soft_wrap=True)
     for warning in warnings:
         console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     if results:
-        table = result_table(results, [str(path) for path in plan.paths])
+        table = result_table(results, [str(path) for path in session.plan.paths])
         # Never narrower than its contents: figures that are cut off are none.
         wide = console.options.update(width=1000)
         console.width = max(console.width, console.measure(table, options=wide).maximum)
@@ -125,7 +136,7 @@ def _show(session: Session, results: Sequence[Result], warnings: Sequence[str], 
         console.print(Text(LEGEND), soft_wrap=True)
     for line in pages_lines(results):
         console.print(Text(line), soft_wrap=True)
-    if plan.verify and results:
+    if verified and results:
         written = any(result.mode is not Mode.READ for result in results)
         what = "read and written" if written else "read"
         console.print(Text(f"verified: everything {what} is what was written"), soft_wrap=True)
