@@ -9,6 +9,7 @@ from pathlib import Path
 from tiermem.benchmark.figures import Result
 from tiermem.benchmark.plan import Mode, Pages
 from tiermem.errors import ConfigError
+from tiermem.types import format_bytes
 
 
 def check_plot(path: Path) -> None:
@@ -57,7 +58,10 @@ def draw(results: Sequence[Result], title: str, path: Path) -> None:
             )
         panel.set_xscale("log", base=2)
         panel.set_title("duplex (read + write)" if mode is Mode.DUPLEX else mode.value)
-        panel.set_xlabel("block size (KiB)")
+        blocks = sorted({result.setting.block_bytes for result in of_mode})
+        panel.set_xticks([block / 1024 for block in blocks], [format_bytes(block) for block in blocks])
+        panel.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+        panel.set_xlabel("block size")
         panel.set_ylabel("GB/s, median of runs")
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
