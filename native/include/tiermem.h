@@ -66,6 +66,15 @@ typedef struct {
   int32_t refusal; /* 0, or -errno of the last attempt that the kernel refused */
 } tm_memory_stats;
 
+/* How long chunks took, from their first submission to the backend to their end, in logarithmic
+ * buckets: bucket i < 16 holds i ns; above, each power of two has 16 buckets of equal width, so a
+ * bucket's width is at most 1/16 of its lower bound. The last also holds all from 2^40 ns on. */
+enum { TM_LATENCY_BUCKETS = 592 };
+typedef struct {
+  uint64_t sum_ns; /* of all chunks counted, not of the buckets' bounds */
+  uint64_t buckets[TM_LATENCY_BUCKETS];
+} tm_latency;
+
 /* -ENOSYS and others where the backend does not work here: it is set up once, as for a queue. */
 int tm_engine_create(uint32_t backend, tm_engine **out);
 int tm_engine_add_queue(tm_engine *engine, const tm_queue_options *options, uint32_t *queue);
@@ -75,6 +84,8 @@ int tm_engine_copy(tm_engine *engine, void *destination, const void *source, uin
 int tm_engine_inject(tm_engine *engine, const tm_fault *fault);
 int tm_engine_get_stats(tm_engine *engine, tm_engine_stats *out);
 int tm_engine_queue_stats(tm_engine *engine, uint32_t queue, tm_engine_stats *out);
+/* Of the chunks of one queue and operation that ended well, since the queue was added. */
+int tm_engine_latency(tm_engine *engine, uint32_t queue, uint32_t op, tm_latency *out);
 /* Lets queues, also those added later, prepare this memory for cheaper transfers. It is done piece by
  * piece when transfers first touch it, pins what they touch (and up to 32 MiB around it), and goes on
  * without where the kernel refuses. -EOPNOTSUPP from backends that cannot; -EEXIST where it overlaps

@@ -173,6 +173,14 @@ int tm_engine_queue_stats(tm_engine *engine, uint32_t queue, tm_engine_stats *ou
   return 0;
 }
 
+int tm_engine_latency(tm_engine *engine, uint32_t queue, uint32_t op, tm_latency *out) {
+  if (op >= TM_NUM_OPS ||
+      queue >= atomic_load_explicit(&engine->num_queues, memory_order_acquire))
+    return -EINVAL;
+  tm_histogram_read(tm_queue_latency(engine->queues[queue], op), out);
+  return 0;
+}
+
 /* ---- memory: see tm_engine_register ------------------------------------------------------ */
 
 static int reserve_range(tm_engine *engine, char *base, uint64_t length) {

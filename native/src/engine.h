@@ -1,7 +1,7 @@
 /* engine.h: what the parts of the I/O engine share. Private; the interface is tiermem.h.
  *
  * Layers: engine.c (handles, life cycle) over engine_queue.c (one thread per path: priorities,
- * chunks, depth limits, faults) over a backend (aio.c, uring.c, threads.c), which only moves chunks.
+ * chunks, depth limits, faults, latencies) over a backend (aio.c, uring.c, threads.c), which only moves chunks.
  * A backend is the functions of tm_backend; it knows neither requests nor priorities nor faults.
  */
 #ifndef TM_ENGINE_H
@@ -118,6 +118,16 @@ typedef struct {
 
 void tm_counters_add(tm_counters *counters, tm_engine_stats *total);
 
+/* One queue's chunks of one operation; written by the queue's thread, read by any. */
+typedef struct {
+  _Atomic uint64_t sum_ns, buckets[TM_LATENCY_BUCKETS];
+} tm_histogram;
+
+uint64_t tm_now_ns(void); /* CLOCK_MONOTONIC */
+uint32_t tm_latency_bucket(uint64_t ns);
+void tm_histogram_count(tm_histogram *histogram, uint64_t ns);
+void tm_histogram_read(const tm_histogram *histogram, tm_latency *out);
+
 typedef struct tm_queue tm_queue;
 
 int tm_queue_create(const tm_backend *backend, const tm_queue_options *options,
@@ -127,6 +137,7 @@ void tm_queue_close(tm_queue *queue);                    /* drains, joins; idemp
 void tm_queue_free(tm_queue *queue);                     /* after close */
 void tm_queue_abandon(tm_queue *queue);                  /* instead of close and free, after fork */
 tm_counters *tm_queue_counters(tm_queue *queue);
+const tm_histogram *tm_queue_latency(tm_queue *queue, uint32_t op);
 /* The state that the backend's functions about memory take; valid until close. */
 void *tm_queue_backend_state(tm_queue *queue);
 

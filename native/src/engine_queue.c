@@ -33,6 +33,7 @@ struct tm_chunk {
   uint64_t shorten_to;  /* injected: the next transfer reports at most this; 0 = none */
   uint64_t submit_errors; /* injected: so many submissions fail with submit_errno */
   int32_t submit_errno;
+  uint64_t started_ns;  /* when the backend first accepted it; 0: not yet */
   uint32_t resubmits;   /* completions with EINTR or EAGAIN */
   bool partial;         /* injected: its batch is cut after the first chunk */
   tm_chunk *next_free;
@@ -44,6 +45,7 @@ struct tm_queue {
   tm_queue_options options;
   tm_fault_point *faults;
   tm_counters counters;
+  tm_histogram latency[TM_NUM_OPS];
   pthread_t thread;
   bool joined;
 
@@ -62,6 +64,7 @@ struct tm_queue {
   uint32_t num_ready;
   uint32_t backoff; /* refused submissions in a row with nothing in flight */
   tm_completion *completions;
+  uint64_t reaped_ns; /* when the completions being handled were fetched */
 };
 
 static void count(_Atomic uint64_t *counter, uint64_t by) {
@@ -101,6 +104,7 @@ static void settle(tm_queue *queue, tm_chunk *chunk, int32_t status) {
   uint32_t op = request->io.op;
   count(&queue->counters.bytes[op], chunk->moved);
   count(&queue->counters.chunks[op], 1);
+  if (!status) tm_histogram_count(&queue->latency[op], queue->reaped_ns - chunk->started_ns);
   tm_request_note(request, status, chunk->at, chunk->moved);
   chunk->next_free = queue->free_chunks;
   queue->free_chunks = chunk;
@@ -222,6 +226,11 @@ static void complete(tm_queue *queue, tm_chunk *chunk, int64_t result) {
 
 /* ---- submission -------------------------------------------------------------------------- */
 
+static void note_start(tm_queue *queue, uint32_t num, uint64_t now) {
+  for (uint32_t i = 0; i < num; i++)
+    if (!queue->ready[i]->started_ns) queue->ready[i]->started_ns = now;
+}
+
 static void drop_ready(tm_queue *queue, uint32_t num) {
   queue->num_ready -= num;
   memmove(queue->ready, queue->ready + num, queue->num_ready * sizeof *queue->ready);
@@ -269,8 +278,10 @@ static void submit_ready(tm_queue *queue) {
   bool again = true;
   while (again && queue->num_ready) {
     uint32_t asked;
+    uint64_t now = tm_now_ns();
     int accepted = submit_once(queue, &asked);
     if (accepted > 0) {
+      note_start(queue, (uint32_t)accepted, now);
       drop_ready(queue, (uint32_t)accepted);
       queue->in_kernel += (uint32_t)accepted;
       queue->backoff = 0;
@@ -325,6 +336,7 @@ static void *queue_main(void *argument) {
       continue; /* injected or refused chunks were settled; more are to be cut */
     }
     int num = queue->backend->reap(queue->state, queue->completions, depth);
+    queue->reaped_ns = tm_now_ns();
     for (int i = 0; i < num; i++) {
       queue->in_kernel--;
       complete(queue, &queue->chunks[queue->completions[i].slot], queue->completions[i].result);
@@ -436,5 +448,7 @@ void tm_queue_abandon(tm_queue *queue) {
 }
 
 tm_counters *tm_queue_counters(tm_queue *queue) { return &queue->counters; }
+
+const tm_histogram *tm_queue_latency(tm_queue *queue, uint32_t op) { return &queue->latency[op]; }
 
 void *tm_queue_backend_state(tm_queue *queue) { return queue->state; }

@@ -62,6 +62,7 @@ static void *work(void *argument) {
     char value = (char)(number * ROUNDS + round);
     tm_request *reads[NUM_READS], *copy;
     tm_engine_stats stats;
+    tm_latency latency;
     if (is_registered) CHECK(tm_engine_register(engine, buffer, PART) == 0);
     memset(buffer, value, HALF);
     memset(buffer + HALF, 0, HALF);
@@ -74,6 +75,7 @@ static void *work(void *argument) {
     for (int i = 0; i < NUM_READS * PIECE; i += PIECE / 2) CHECK(buffer[HALF + i] == value);
     CHECK(buffer[PART - 1] == value);
     CHECK(tm_engine_get_stats(engine, &stats) == 0 && stats.max_in_flight <= 12);
+    CHECK(tm_engine_latency(engine, queue, TM_OP_READ, &latency) == 0 && latency.sum_ns > 0);
     if (is_registered) CHECK(tm_engine_unregister(engine, buffer) == 0);
     arm(round);
   }

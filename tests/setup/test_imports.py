@@ -11,7 +11,14 @@ import pytest
 
 @pytest.mark.parametrize(
     "statement",
-    ["import tiermem", "import tiermem.io", "import tiermem.errors", "import tiermem.cli.app"],
+    [
+        "import tiermem",
+        "import tiermem.io",
+        "import tiermem.errors",
+        "import tiermem.benchmark",
+        "import tiermem.cli.app",
+        "import tiermem.cli.benching",
+    ],
 )
 def test_torch_is_not_imported(statement: str, repository: Path) -> None:
     code = f"{statement}\nimport sys\nprint('torch' in sys.modules)"
@@ -22,7 +29,7 @@ def test_torch_is_not_imported(statement: str, repository: Path) -> None:
 
 
 def test_the_io_engine_needs_no_pydantic(repository: Path) -> None:
-    code = "import tiermem.io, sys; print('pydantic' in sys.modules)"
+    code = "import tiermem.io, tiermem.benchmark, sys; print('pydantic' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=repository, timeout=60
     )

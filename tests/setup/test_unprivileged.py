@@ -21,6 +21,7 @@ PART = [
     "tests/store/test_store_rundir.py",
     "tests/io/test_io_order.py",
     "tests/io/test_io_memory.py",
+    "tests/cli/test_bench_runs.py",
     "tests/training/test_training_bytes.py",
     "tests/zero/test_zero_deferred.py",
 ]

@@ -328,10 +328,10 @@ def test_mountinfo_is_understood(tmp_path: Path) -> None:
         f"21 20 0:99 / {tmp_path}/odd\\040name rw,relatime shared:1 - nfs4 server:/x rw\n"
         "22 20 0:98 / /elsewhere rw - tmpfs none rw\nbroken\n"
     )
-    assert find_mount(tmp_path, info) == Mount("/", "ext4")
+    assert find_mount(tmp_path, info) == Mount("/", "ext4", "/dev/root")
     info.write_text(info.read_text().replace("0:99", number))
     mount = find_mount(odd, info)
-    assert mount == Mount(str(odd), "nfs4")
+    assert mount == Mount(str(odd), "nfs4", "server:/x")
     assert mount.is_network
     assert not mount.in_memory
     assert Mount("/x", "fuse.sshfs").is_network

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
 from enum import Enum
@@ -11,7 +12,6 @@ from typing import Annotated, Any
 import typer
 
 from tiermem.cli.interrupt import EXIT_INTERRUPTED, Interrupt
-from tiermem.cli.job import ModelSize, TrainJob
 from tiermem.errors import ConfigError
 
 _COUNT = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s*([kKmMbBgGtT]?)")
@@ -131,6 +131,11 @@ def train(
     ] = None,
 ) -> None:
     """Train a byte-level GPT whose states need not fit in memory."""
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError("training needs torch, which is not installed: pip install 'tiermem[train]'")
+    # Here, so that --help need not wait for pydantic.
+    from tiermem.cli.job import ModelSize, TrainJob
+
     settings: dict[str, Any] = {
         "compute_dtype": precision.value if precision else None,
         "update": update.value if update else None,

@@ -22,6 +22,7 @@ from tiermem.io.base import (
 )
 from tiermem.io.buffers import AlignedBuffer, aligned_buffer
 from tiermem.io.files import StorageFile
+from tiermem.io.latency import Latency
 from tiermem.io.threads import ThreadsEngine
 from tiermem.types import ALIGNMENT
 
@@ -32,6 +33,7 @@ __all__ = [
     "EngineStats",
     "Fault",
     "FaultKind",
+    "Latency",
     "Op",
     "Priority",
     "QueueOptions",

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from tiermem.io.latency import Latency
+
 
 class Op(enum.IntEnum):
     READ = 0
@@ -137,6 +139,11 @@ class Engine(Protocol):
         """For tests: arms one fault (None disarms). Counting starts with this call."""
 
     def stats(self) -> EngineStats: ...
+
+    def latency(self, queue: int, op: Op) -> Latency:
+        """How long the chunks of one queue and operation that ended well took, since the queue was
+        added: from submission to completion. Where threads move the chunks (``native_threads``,
+        recorded when one is handed to them), waiting for a free thread counts."""
 
     def close(self) -> None:
         """Waits for everything in flight, stops the threads. Idempotent. Submitting afterwards

@@ -12,6 +12,7 @@ from typing import Any
 import tiermem._native as _native
 from tiermem.io import checks
 from tiermem.io.base import EngineStats, Fault, Op, Priority, QueueOptions
+from tiermem.io.latency import Latency
 from tiermem.io.refusals import explain, explain_memory
 from tiermem.io.request import Outcome, PendingRequest
 from tiermem.types import format_bytes
@@ -190,6 +191,14 @@ class NativeEngine:
             lib.tm_engine_queue_stats(self._handle, queue, native)
             total.by_queue[queue] = (native.read_bytes, native.written_bytes)
         return total
+
+    def latency(self, queue: int, op: Op) -> Latency:
+        """How long the chunks of one queue and operation took, as recorded by the queue's thread."""
+        if not 0 <= queue < self._num_queues:
+            raise ValueError(f"queue is {queue}; there are {self._num_queues}")
+        native = ffi.new("tm_latency *")
+        self._check(lib.tm_engine_latency(self._handle, queue, int(op), native), "reading latencies")
+        return Latency(native.sum_ns, tuple(native.buckets))
 
     def close(self) -> None:
         """Drains, joins the threads and gives their descriptors back. Idempotent."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from tiermem.io import checks
 from tiermem.io.base import EngineStats, Fault, FaultKind, Op, Priority, QueueOptions
+from tiermem.io.latency import Latency, LatencyCounter
 from tiermem.io.request import Outcome, PendingRequest
 from tiermem.types import ALIGNMENT
 
@@ -172,6 +173,7 @@ class _PathQueue:
     def __init__(self, options: QueueOptions, faults: _FaultPoint) -> None:
         self.options = options
         self.stats = EngineStats()
+        self.latency = {op: LatencyCounter() for op in Op}
         self._faults = faults
         self._lock = threading.Lock()
         self._wake = {op: threading.Condition(self._lock) for op in Op}
@@ -245,7 +247,11 @@ class _PathQueue:
                     chunk = self._cut(op)
             if chunk is None:
                 return
-            self._settle(op, chunk, _run_chunk(op, chunk))
+            started = time.monotonic_ns()
+            status = _run_chunk(op, chunk)
+            if not status:
+                self.latency[op].count(time.monotonic_ns() - started)
+            self._settle(op, chunk, status)
             del chunk  # the request must not outlive its caller's interest while this thread sleeps
 
     def stop(self) -> None:
@@ -392,6 +398,12 @@ class ThreadsEngine:
         """Arms one fault, or disarms with None; counting starts anew."""
         self._check()
         self._faults.arm(fault)
+
+    def latency(self, queue: int, op: Op) -> Latency:
+        """How long the system calls for the chunks of one queue and operation took."""
+        if not 0 <= queue < len(self._queues):
+            raise ValueError(f"queue is {queue}; there are {len(self._queues)}")
+        return self._queues[queue].latency[op].read()
 
     def _everything(self) -> list[_PathQueue | _CopyQueue]:
         return [*self._queues, self._copies]

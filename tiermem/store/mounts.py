@@ -19,6 +19,8 @@ class Mount:
 
     mount_point: str
     filesystem: str
+    source: str = ""
+    """What is mounted: a block device, ``server:/directory``, or a name without meaning."""
 
     @property
     def in_memory(self) -> bool:
@@ -47,7 +49,8 @@ def find_mount(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> Mo
         if len(fields) < 5 or not after:
             continue
         point = _unescape(fields[4])
-        mount = Mount(point, after.split()[0])
+        kind, source, *_ = [*after.split(), "", ""]
+        mount = Mount(point, kind, _unescape(source))
         if not _is_below(real, point) or len(point) < len(by_path.mount_point):
             continue
         by_path = mount  # later lines lie over earlier ones with the same mount point

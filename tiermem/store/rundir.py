@@ -63,13 +63,15 @@ class RunDirectory:
 
     Raises `ConfigError` if ``path`` cannot be used and `TierIOError` if the filesystem is full.
     A forked child that still has the object can only let go of it: `close` then deletes nothing. As
-    long as it has not, the directory of a parent that was killed counts as alive.
+    long as it has not, the directory of a parent that was killed counts as alive. A path in memory or
+    on a network is logged as a warning, unless ``say_filesystem`` is False.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, say_filesystem: bool = True) -> None:
         self.parent = Path(path)
         check_paths([self.parent])
-        self._warn_of_filesystem()
+        if say_filesystem:
+            self._warn_of_filesystem()
         self._pid = os.getpid()
         self._parent_fd: int | None = os.open(self.parent, _DIRECTORY & ~os.O_NOFOLLOW)
         self._lock_fd: int | None = None

@@ -1,0 +1,70 @@
+"""Help answers within 0.3 s, which is possible only without what measures and trains."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+LIMIT_SECONDS = 0.3
+TRIES = 20
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("bench", "--help"), ("train", "--help")])
+def test_help_answers_at_once(
+    repository: Path, plain_environment: dict[str, str], arguments: tuple[str, ...]
+) -> None:
+    """The best of several tries: the machine may be busy with something else."""
+    best = float("inf")
+    for _ in range(TRIES):
+        began = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-m", "tiermem.cli", *arguments],
+            capture_output=True,
+            text=True,
+            cwd=repository,
+            env=plain_environment,
+            timeout=60,
+        )
+        best = min(best, time.monotonic() - began)
+        assert done.returncode == 0, done.stderr
+        assert "Usage: tiermem" in done.stdout
+        if best <= LIMIT_SECONDS:
+            return
+    pytest.fail(f"the fastest of {TRIES} took {best:.2f} s")
+
+
+def test_help_loads_nothing_heavy(repository: Path, plain_environment: dict[str, str]) -> None:
+    code = (
+        "import sys; from tiermem.cli.app import run; run(['bench', '--help']);"
+        "print(sorted({'torch', 'numpy', 'psutil', 'matplotlib', 'tiermem.io', 'tiermem.config',"
+        "'tiermem.benchmark', 'rich.markdown'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=repository,
+        env=plain_environment,
+        timeout=60,
+    )
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+def test_help_lists_the_options(repository: Path, plain_environment: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tiermem.cli", "bench", "--help"],
+        capture_output=True,
+        text=True,
+        cwd=repository,
+        env=plain_environment,
+        timeout=60,
+    )
+    for option in (
+        *("--mode", "--block-size", "--depth", "--threads", "--size", "--runtime", "--loops"),
+        *("--backend", "--direct", "--buffered", "--pages", "--verify", "--json", "--plot"),
+    ):
+        assert option in done.stdout
