@@ -11,7 +11,13 @@ import pytest
 
 @pytest.mark.parametrize(
     "statement",
-    ["import tiermem", "import tiermem.io", "import tiermem.errors", "import tiermem.cli.app"],
+    [
+        "import tiermem",
+        "import tiermem.io",
+        "import tiermem.errors",
+        "import tiermem.cli.app",
+        "import tiermem.doctor",
+    ],
 )
 def test_torch_is_not_imported(statement: str, repository: Path) -> None:
     code = f"{statement}\nimport sys\nprint('torch' in sys.modules)"

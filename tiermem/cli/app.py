@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from tiermem.cli.doctor import doctor
 from tiermem.cli.train import train
 from tiermem.errors import TierMemError
 
@@ -28,6 +29,7 @@ def _commands() -> None:
 
 
 app.command()(train)
+app.command()(doctor)
 
 
 def run(arguments: Sequence[str]) -> int:
