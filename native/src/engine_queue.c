@@ -1,6 +1,6 @@
 /* engine_queue.c: one storage path: its thread, priorities, chunks in flight, retries.
  *
- * [Note: ownership] Other threads touch only `incoming`, `closing`, `cancelling` (under `mutex`), the counters
+ * [Note: ownership] Other threads touch only `incoming`, `doomed`, `closing`, `cancelling` (under `mutex`), the counters
  * (atomic) and the backend's wake. Everything else belongs to the queue's thread.
  *
  * [Note: order] Requests of one operation and priority start in the order of submission. Chunks of
@@ -50,7 +50,8 @@ struct tm_queue {
   pthread_mutex_t mutex;
   tm_list incoming;
   bool closing;
-  bool cancelling; /* the thread is to end what it has not begun */
+  bool cancelling; /* the thread is to end what it has not begun, and `doomed` */
+  tm_list doomed;  /* what was incoming then; what comes later is not cancelled */
 
   /* Of the thread. */
   tm_list lists[TM_NUM_PRIORITIES][TM_NUM_OPS];
@@ -313,15 +314,17 @@ static bool take_incoming(tm_queue *queue) {
   tm_request *request = queue->incoming.head;
   bool closing = queue->closing;
   bool cancelling = queue->cancelling;
-  queue->incoming = (tm_list){NULL, NULL};
+  tm_list doomed = queue->doomed;
+  queue->incoming = queue->doomed = (tm_list){NULL, NULL};
   queue->cancelling = false;
   pthread_mutex_unlock(&queue->mutex);
+  if (cancelling) cancel_waiting(queue);
+  cancel_list(&doomed);
   while (request) {
     tm_request *next = request->next;
     tm_list_push(list_of(queue, request), request);
     request = next;
   }
-  if (cancelling) cancel_waiting(queue);
   return closing;
 }
 
@@ -432,8 +435,10 @@ int tm_queue_push(tm_queue *queue, tm_request *request) {
 }
 
 void tm_queue_cancel(tm_queue *queue) {
+  tm_request *request;
   pthread_mutex_lock(&queue->mutex);
   queue->cancelling = true;
+  while ((request = tm_list_pop(&queue->incoming))) tm_list_push(&queue->doomed, request);
   queue->backend->wake(queue->state);
   pthread_mutex_unlock(&queue->mutex);
 }

@@ -7,6 +7,8 @@ import gc
 import logging
 import os
 import threading
+import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -159,6 +161,24 @@ def test_a_dropped_file_warns_and_is_closed(tmp_path: Path, backend: str) -> Non
     assert memory == (tmp_path / "f").read_bytes()[:9000]
 
 
+def test_a_file_dropped_with_its_request(tmp_path: Path, backend: str) -> None:
+    """Whatever thread the last reference dies in."""
+    random_file(tmp_path / "f", 10_000)
+    open_or_skip(backend, tmp_path / "f").close()
+    before = descriptors()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        for _ in range(5):
+            file = open_or_skip(backend, tmp_path / "f")
+            delay_next(file, tio.Op.READ)
+            request = file.read_into(bytearray(9000), 0)
+            del file, request
+        deadline = time.monotonic() + 30
+        while descriptors() > before and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert descriptors() == before
+
+
 def test_the_users_descriptor_does_not_matter(tmp_path: Path, backend: str) -> None:
     """The file stays open whatever becomes of the path and of other descriptors."""
     data = random_file(tmp_path / "f", 10_000)
@@ -180,8 +200,9 @@ def test_fork(tmp_path: Path, backend: str) -> None:
         def child() -> None:
             with pytest.raises(StateError, match="fork"):
                 file.read_into(bytearray(1), 0)
-            with pytest.raises(StateError, match="fork"):
-                request.wait()
+            for action in (request.wait, file.flush, lambda: file.nbytes):
+                with pytest.raises(StateError, match="fork"):
+                    action()
             file.close()
             with tio.open_file(tmp_path / "f", backend=backend) as fresh:
                 mine = bytearray(100)

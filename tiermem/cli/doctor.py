@@ -62,16 +62,18 @@ def _show(findings: Sequence[Finding]) -> None:
     from rich.text import Text
 
     console = Console(highlight=False)
+    arrow = "→" if console.encoding.startswith("utf") else "->"
+    places = ["", *dict.fromkeys(one.path for one in findings if one.path)]
     about = ""
     table = _table()
-    for one in sorted(findings, key=lambda one: one.path):  # stable: the machine first, then each path
+    for one in sorted(findings, key=lambda one: places.index(one.path)):
         if one.path != about:
             console.print(table)
             console.print(Text(one.path, style="bold"))
             table, about = _table(), one.path
         text = Text(one.text)
         if one.remedy:
-            text.append(f"\n→ {one.remedy}", style="italic")
+            text.append(f"\n{arrow} {one.remedy}", style="italic")
         table.add_row(Text(one.level.value, style=_STYLES[one.level.value]), one.topic, text)
     console.print(table)
     problems = sum(one.level.value == "problem" for one in findings)

@@ -5,8 +5,8 @@ arrays at any address, of any size. A transfer is cut at the first and the last 
 `EDGE_BYTES` in the file: the prefix and the suffix, each shorter than that, go through a second
 descriptor without O_DIRECT, with the page cache as their bounce buffer, and the middle goes straight
 between drive and memory (the rule of NVIDIA's KvikIO). The middle goes through the page cache, too,
-where the address of its memory is not a multiple of what the drive asks for (512 bytes at most
-drives, 4 at many NVMe): then no byte of it is aligned.
+where the address of its memory is not a multiple of what the drive asks for (often 512
+bytes, 4 at many NVMe drives): then no byte of it is aligned.
 
 The page cache and not a buffer of ours, because a block that is written in part must be read, merged
 and written back as one step: ours could lose the update of another transfer in the same block, and
@@ -95,6 +95,7 @@ class AsyncFile:
     @property
     def nbytes(self) -> int:
         """The length of the file now."""
+        self._check_process()
         with self._state:
             self._check()
             return os.fstat(self._descriptors.cached).st_size
@@ -126,6 +127,7 @@ class AsyncFile:
 
         Raises TierIOError if one of them failed or the drive refuses.
         """
+        self._check_process()
         with self._state:
             self._check()
             writes, self._writes = list(self._writes), weakref.WeakSet()
@@ -165,13 +167,17 @@ class AsyncFile:
             self.engine.close()
             self._descriptors.close()
 
+    def _check_process(self) -> None:
+        """Before any lock, which may have been held when this child forked."""
+        if self._pid != os.getpid():
+            raise checks.forked_error(self._pid)
+
     def _check(self) -> None:
         if self._closed:
             raise StateError(f"{self.path} is closed; open it again with tiermem.io.open_file()")
 
     def _start(self, op: Op, span: Span, offset: int, priority: Priority) -> Transfer:
-        if self._pid != os.getpid():
-            raise checks.forked_error(self._pid)
+        self._check_process()
         checks.check_transfer(0, offset, span.address or 1, span.nbytes)
         context = IOContext("read" if op == Op.READ else "write", self.path, offset, span.nbytes)
         owner = (span.owner, self)  # the descriptors must live as long as the memory

@@ -275,7 +275,8 @@ class _PathQueue:
 
     def join(self) -> None:
         for worker in self._workers:
-            worker.join()
+            if worker is not threading.current_thread():  # a finalizer may run in one of them
+                worker.join()
 
 
 class _CopyQueue:
