@@ -81,6 +81,9 @@ int tm_engine_add_queue(tm_engine *engine, const tm_queue_options *options, uint
 int tm_engine_submit(tm_engine *engine, uint32_t queue, const tm_io *io, tm_request **out);
 int tm_engine_copy(tm_engine *engine, void *destination, const void *source, uint64_t length,
                    tm_request **out);
+/* Ends everything submitted to the queue that has not been given to the kernel with -ECANCELED, soon,
+ * on the queue's thread; what has been goes on. For the rest of a request that had begun, too. */
+int tm_engine_cancel(tm_engine *engine, uint32_t queue);
 int tm_engine_inject(tm_engine *engine, const tm_fault *fault);
 int tm_engine_get_stats(tm_engine *engine, tm_engine_stats *out);
 int tm_engine_queue_stats(tm_engine *engine, uint32_t queue, tm_engine_stats *out);

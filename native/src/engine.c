@@ -108,6 +108,16 @@ int tm_engine_submit(tm_engine *engine, uint32_t queue, const tm_io *io, tm_requ
   return rc;
 }
 
+int tm_engine_cancel(tm_engine *engine, uint32_t queue) {
+  if (is_foreign(engine)) return -ECHILD;
+  if (queue >= atomic_load_explicit(&engine->num_queues, memory_order_acquire)) return -EINVAL;
+  pthread_mutex_lock(&engine->mutex); /* against close, which ends what is woken */
+  bool closed = engine->closed;
+  if (!closed) tm_queue_cancel(engine->queues[queue]);
+  pthread_mutex_unlock(&engine->mutex);
+  return closed ? -ESHUTDOWN : 0;
+}
+
 static int start_copier(tm_engine *engine, tm_copier **out) {
   int rc = 0;
   tm_copier *copier = atomic_load_explicit(&engine->copier, memory_order_acquire);

@@ -133,6 +133,7 @@ typedef struct tm_queue tm_queue;
 int tm_queue_create(const tm_backend *backend, const tm_queue_options *options,
                     tm_fault_point *faults, tm_queue **out);
 int tm_queue_push(tm_queue *queue, tm_request *request); /* -ESHUTDOWN after close */
+void tm_queue_cancel(tm_queue *queue);                   /* what has not begun: -ECANCELED */
 void tm_queue_close(tm_queue *queue);                    /* drains, joins; idempotent */
 void tm_queue_free(tm_queue *queue);                     /* after close */
 void tm_queue_abandon(tm_queue *queue);                  /* instead of close and free, after fork */

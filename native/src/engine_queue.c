@@ -1,6 +1,6 @@
 /* engine_queue.c: one storage path: its thread, priorities, chunks in flight, retries.
  *
- * [Note: ownership] Other threads touch only `incoming`, `closing` (under `mutex`), the counters
+ * [Note: ownership] Other threads touch only `incoming`, `doomed`, `closing`, `cancelling` (under `mutex`), the counters
  * (atomic) and the backend's wake. Everything else belongs to the queue's thread.
  *
  * [Note: order] Requests of one operation and priority start in the order of submission. Chunks of
@@ -52,6 +52,8 @@ struct tm_queue {
   pthread_mutex_t mutex;
   tm_list incoming;
   bool closing;
+  bool cancelling; /* the thread is to end what it has not begun, and `doomed` */
+  tm_list doomed;  /* what was incoming then; what comes later is not cancelled */
 
   /* Of the thread. */
   tm_list lists[TM_NUM_PRIORITIES][TM_NUM_OPS];
@@ -304,12 +306,31 @@ static void submit_ready(tm_queue *queue) {
 
 /* ---- the thread -------------------------------------------------------------------------- */
 
+static void cancel_list(tm_list *list) {
+  tm_request *request;
+  while ((request = tm_list_pop(list))) {
+    request->queued = false;
+    tm_request_note(request, -ECANCELED, request->issued, 0);
+    if (request->outstanding == 0) tm_request_finish(request); /* else its last chunk does */
+  }
+}
+
+static void cancel_waiting(tm_queue *queue) {
+  for (uint32_t priority = 0; priority < TM_NUM_PRIORITIES; priority++)
+    for (uint32_t op = 0; op < TM_NUM_OPS; op++) cancel_list(&queue->lists[priority][op]);
+}
+
 static bool take_incoming(tm_queue *queue) {
   pthread_mutex_lock(&queue->mutex);
   tm_request *request = queue->incoming.head;
   bool closing = queue->closing;
-  queue->incoming = (tm_list){NULL, NULL};
+  bool cancelling = queue->cancelling;
+  tm_list doomed = queue->doomed;
+  queue->incoming = queue->doomed = (tm_list){NULL, NULL};
+  queue->cancelling = false;
   pthread_mutex_unlock(&queue->mutex);
+  if (cancelling) cancel_waiting(queue);
+  cancel_list(&doomed);
   while (request) {
     tm_request *next = request->next;
     tm_list_push(list_of(queue, request), request);
@@ -425,7 +446,16 @@ int tm_queue_push(tm_queue *queue, tm_request *request) {
   return closing ? -ESHUTDOWN : 0;
 }
 
-/* The caller serialises calls of close. */
+void tm_queue_cancel(tm_queue *queue) {
+  tm_request *request;
+  pthread_mutex_lock(&queue->mutex);
+  queue->cancelling = true;
+  while ((request = tm_list_pop(&queue->incoming))) tm_list_push(&queue->doomed, request);
+  queue->backend->wake(queue->state);
+  pthread_mutex_unlock(&queue->mutex);
+}
+
+/* The caller serialises calls of close, and those with calls of cancel. */
 void tm_queue_close(tm_queue *queue) {
   if (queue->joined) return;
   pthread_mutex_lock(&queue->mutex);

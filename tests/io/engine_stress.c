@@ -83,6 +83,23 @@ static void *work(void *argument) {
   return NULL;
 }
 
+/* Each ends whole, or cancelled with what it had moved; what is submitted afterwards is not cancelled. */
+static void cancel_some(char *buffer) {
+  tm_request *requests[HALF / PIECE];
+  tm_result result;
+  for (int i = 0; i < HALF / PIECE; i++)
+    requests[i] = start(TM_OP_READ, i * PIECE, buffer + i * PIECE, PIECE, i & 1);
+  CHECK(tm_engine_cancel(engine, queue) == 0);
+  for (int i = 0; i < HALF / PIECE; i++) {
+    CHECK(tm_request_wait(requests[i], -1) == 0 && tm_request_result(requests[i], &result) == 0);
+    CHECK(result.transferred == (result.status ? 0 : PIECE));
+    CHECK(result.status == 0 || result.status == -ECANCELED);
+    tm_request_free(requests[i]);
+  }
+  finish(start(TM_OP_READ, 0, buffer, HALF, 0), 1);
+  CHECK(tm_engine_cancel(engine, queue + 1) == -EINVAL);
+}
+
 /* In the child nothing may hang. */
 static void fork_with(tm_request *in_flight) {
   int status;
@@ -112,6 +129,7 @@ static void run(void) {
   for (long i = 0; i < NUM_THREADS; i++) CHECK(pthread_create(&threads[i], NULL, work, (void *)i) == 0);
   for (int i = 0; i < NUM_THREADS; i++) pthread_join(threads[i], NULL);
   CHECK(posix_memalign((void **)&buffer, 4096, HALF) == 0);
+  cancel_some(buffer);
   tm_request *request = start(TM_OP_READ, 0, buffer, HALF, 0);
   fork_with(request);
   CHECK(tm_engine_close(engine) == 0);

@@ -16,6 +16,7 @@ import pytest
         "import tiermem.io",
         "import tiermem.errors",
         "import tiermem.benchmark",
+        "import tiermem.doctor",
         "import tiermem.cli.app",
         "import tiermem.cli.benching",
     ],

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tiermem.cli.bench import bench
+from tiermem.cli.doctor import doctor
 from tiermem.cli.output import OutputError, checked_output
 from tiermem.cli.train import train
 from tiermem.errors import TierMemError
@@ -26,6 +27,7 @@ app = typer.Typer(
 
 app.command()(train)
 app.command()(bench)
+app.command()(doctor)
 
 
 def run(arguments: Sequence[str]) -> int:

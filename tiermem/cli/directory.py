@@ -29,15 +29,19 @@ def in_memory(path: Path) -> bool:
     return filesystem_of(path) in _IN_MEMORY
 
 
+def default_parent() -> Path:
+    """What `default_directory` lies in; nothing is made."""
+    candidates = [Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()]
+    return next((path for path in candidates if path.is_dir() and not in_memory(path)), candidates[0])
+
+
 def default_directory() -> Path:
     """A directory of this user's on a drive: below the temporary directory, else /var/tmp, else here.
 
     The runtime puts its own locked directory inside, and reclaims those of dead runs there; so the
     name is the same in every run.
     """
-    candidates = [Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()]
-    parent = next((path for path in candidates if path.is_dir() and not in_memory(path)), candidates[0])
-    directory = parent / f"tiermem-{os.getuid()}"
+    directory = default_parent() / f"tiermem-{os.getuid()}"
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
         owner = directory.stat().st_uid

@@ -135,6 +135,9 @@ class Engine(Protocol):
     def registration(self) -> str:
         """How much memory is registered, or why none."""
 
+    def cancel(self, queue: int) -> None:
+        """Ends all of a queue that the kernel has not got yet with ECANCELED; does not wait."""
+
     def inject(self, fault: Fault | None) -> None:
         """For tests: arms one fault (None disarms). Counting starts with this call."""
 

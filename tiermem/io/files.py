@@ -48,7 +48,7 @@ class StorageFile:
         fd, direct = _open(name, flags, direct, nbytes)
         try:
             if os.fstat(fd).st_size < nbytes:
-                _preallocate(fd, name, nbytes)
+                reserve(fd, name, nbytes)
             if direct and not exists:
                 direct = _settle_direct(fd, name, write=True)
                 os.ftruncate(fd, nbytes)  # the probe may have lengthened a file below one block
@@ -137,7 +137,8 @@ def _open(path: str, flags: int, direct: bool, nbytes: int) -> tuple[int, bool]:
         raise _error(error.errno or errno.EIO, "open", path, nbytes) from error
 
 
-def _preallocate(fd: int, path: str, nbytes: int) -> None:
+def reserve(fd: int, path: str, nbytes: int) -> None:
+    """Lengthens the file to ``nbytes`` with its blocks reserved, so that a full disk shows now."""
     try:
         os.posix_fallocate(fd, 0, nbytes)
         return

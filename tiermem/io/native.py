@@ -138,6 +138,10 @@ class NativeEngine:
         self._check(code, "submitting a copy")
         return NativeRequest(out[0], "copy", 0, length, owner, self._pid)
 
+    def cancel(self, queue: int) -> None:
+        """Ends all of a queue that the kernel has not got yet with ECANCELED; does not wait."""
+        self._check(lib.tm_engine_cancel(self._handle, queue), "cancelling")
+
     def register(self, address: int, length: int) -> None:
         """Lets transfers inside of this memory go cheaper where the backend and the kernel can; see
         `registration`. Raises OSError for memory that overlaps what is registered."""

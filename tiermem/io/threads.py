@@ -61,6 +61,12 @@ class ThreadRequest(PendingRequest):
             self.status, self.failed_at = status, at
         self.outstanding -= 1
 
+    def cancel_rest(self) -> None:
+        """What has not been cut into chunks is not going to be."""
+        if self.status == 0 or self.issued < self.failed_at:
+            self.status, self.failed_at = -errno.ECANCELED, self.issued
+        self.issued = self.length
+
     def finish(self) -> None:
         self._ended = Outcome(self.status, self.failed_at, self.transferred)
         self._finished.set()
@@ -254,6 +260,18 @@ class _PathQueue:
             self._settle(op, chunk, status)
             del chunk  # the request must not outlive its caller's interest while this thread sleeps
 
+    def cancel(self) -> None:
+        ended = []
+        with self._lock:
+            for waiting in (one for lists in self._lists.values() for one in lists):
+                for request in waiting:
+                    request.cancel_rest()
+                    if request.outstanding == 0:
+                        ended.append(request)
+                waiting.clear()
+        for request in ended:
+            request.finish()
+
     def stop(self) -> None:
         """Lets the workers drain and end; does not wait."""
         with self._lock:
@@ -263,7 +281,8 @@ class _PathQueue:
 
     def join(self) -> None:
         for worker in self._workers:
-            worker.join()
+            if worker is not threading.current_thread():  # a finalizer may run in one of them
+                worker.join()
 
 
 class _CopyQueue:
@@ -385,6 +404,11 @@ class ThreadsEngine:
         request.source = source
         self._start(request, lambda: self._copies.push(request))
         return request
+
+    def cancel(self, queue: int) -> None:
+        """Ends all of a queue that no thread has begun yet with ECANCELED; does not wait."""
+        self._check()
+        self._queues[queue].cancel()
 
     def register(self, address: int, length: int) -> None:
         """Does nothing: see `registration`."""
