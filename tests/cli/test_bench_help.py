@@ -37,11 +37,27 @@ def test_help_answers_at_once(
     pytest.fail(f"the fastest of {TRIES} took {best:.2f} s")
 
 
-def test_help_loads_nothing_heavy(repository: Path, plain_environment: dict[str, str]) -> None:
+HEAVY = {
+    "torch",
+    "numpy",
+    "psutil",
+    "matplotlib",
+    "rich.markdown",
+    "tiermem._native",
+    "tiermem.io",
+    "tiermem.config",
+    "tiermem.benchmark",
+    "tiermem.doctor",
+}
+
+
+@pytest.mark.parametrize("command", ["bench", "doctor"])
+def test_help_loads_nothing_heavy(
+    command: str, repository: Path, plain_environment: dict[str, str]
+) -> None:
     code = (
-        "import sys; from tiermem.cli.app import run; run(['bench', '--help']);"
-        "print(sorted({'torch', 'numpy', 'psutil', 'matplotlib', 'tiermem.io', 'tiermem.config',"
-        "'tiermem.benchmark', 'rich.markdown'} & set(sys.modules)))"
+        f"import sys; from tiermem.cli.app import run; code = run(['{command}', '--help']);"
+        f"print(sorted({HEAVY} & set(sys.modules))); sys.exit(code)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -51,6 +67,8 @@ def test_help_loads_nothing_heavy(repository: Path, plain_environment: dict[str,
         env=plain_environment,
         timeout=60,
     )
+    assert done.returncode == 0, done.stderr
+    assert "--json" in done.stdout
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 

@@ -312,21 +312,3 @@ def test_for_people(tmp_path: Path, plain_environment: dict[str, str]) -> None:
     assert "does not exist" in done.stdout
     assert "→ create the directory first" in done.stdout
     assert done.stdout.rstrip().splitlines()[-1].endswith(("problem", "problems"))
-
-
-def test_help_is_light(plain_environment: dict[str, str]) -> None:
-    code = (
-        "import sys\nfrom tiermem.cli.app import run\ncode = run(['doctor', '--help'])\n"
-        "assert not {'torch', 'numpy', 'tiermem._native', 'tiermem.doctor'} & set(sys.modules)\n"
-        "sys.exit(code)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=REPOSITORY,
-        env=plain_environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "--json" in done.stdout

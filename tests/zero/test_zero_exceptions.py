@@ -10,6 +10,8 @@ from torch import nn
 from zero_models import Checkpointed, Plain, loss_of
 from zero_twins import batch
 
+import tiermem
+
 
 class Bomb:
     """Raises ``error`` once, when armed."""
@@ -157,3 +159,26 @@ def test_a_kept_exception_does_not_keep_parameters(make_twins, where: str) -> No
         twins.steps(1, first=block)
     twins.check()
     assert len(kept) == 4
+
+
+def test_a_write_back_that_fails_does_not_keep_the_other_groups(
+    twins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of several groups gathered together is given back."""
+    settle = twins.runtime.gather.settle
+    blocks = [twins.model.blocks[0], twins.model.blocks[0].norm]
+    params = [p for block in blocks for p in block.parameters()]
+    calls = []
+
+    def failing(group: Any, **options: Any) -> None:
+        calls.append(group)
+        if len(calls) == 1:
+            raise ValueError("the first one")
+        settle(group, **options)
+
+    with pytest.raises(ValueError, match="the first one"), tiermem.gathered(params):
+        monkeypatch.setattr(twins.runtime.gather, "settle", failing)
+    assert all(group.uses == 0 for group in twins.runtime.groups)
+    monkeypatch.undo()
+    twins.steps(2)
+    twins.check()

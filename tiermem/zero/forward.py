@@ -263,12 +263,14 @@ class ForwardTracker:
         """Undoes as much of `_begin_use` as was done."""
         if use.context is not None:
             self._close_context(use.context)
-        for group in use.groups if use.counted else ():
-            try:
-                self._runtime.gather.settle(
-                    group, force=modified and group.state is ShardedState.UNSHARDED
-                )
-            finally:
+        if not use.counted:
+            return
+        try:
+            for group in use.groups:
+                unsharded = group.state is ShardedState.UNSHARDED
+                self._runtime.gather.settle(group, force=modified and unsharded)
+        finally:
+            for group in use.groups:  # also those after one whose write failed
                 self.release(group)
 
     @uninterrupted

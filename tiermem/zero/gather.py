@@ -199,7 +199,7 @@ class GatherScheduler:
             self._runtime.updates.fetch_failed(error)
             raise
         group.transfer = None
-        self._images.deliver(group, list(self._lease_writes))
+        self._images.deliver(group, self._lease_writes)
 
     def _finish_job(self, group: ParamGroup) -> None:
         job = group.job
@@ -217,7 +217,7 @@ class GatherScheduler:
             raise
         self._lease_writes.extend(job.writes)
         group.job = group.transfer = group.pending = None
-        self._images.deliver(group, list(self._lease_writes))
+        self._images.deliver(group, self._lease_writes)
 
     def poll(self) -> None:
         """Notices what has finished by itself."""
@@ -413,7 +413,7 @@ class GatherScheduler:
             self._lease_writes.append(
                 self._store.write(group.record, 0, group.nbytes, image.data_ptr(), owner=image)
             )
-        self._images.deliver(group, list(self._lease_writes))
+        self._images.deliver(group, self._lease_writes)
         group.mark_clean()
 
     # ---- ahead of use

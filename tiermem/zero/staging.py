@@ -9,7 +9,7 @@ and none of this happens.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -80,7 +80,7 @@ class HostImages:
         if staged is not None:
             self._host.free(staged[1])
 
-    def deliver(self, group: ParamGroup, writes: Sequence[Transfer]) -> None:
+    def deliver(self, group: ParamGroup, writes: Iterable[Transfer]) -> None:
         """Starts the copy of the image to the group's lease; ``writes`` may be reading it."""
         if group.lease is None:
             return
@@ -93,7 +93,7 @@ class HostImages:
         if group.lease.tensor.device.type != "cpu":
             event = torch.Event(group.lease.tensor.device.type)
             event.record()
-        self._retiring.append(_Retiring(block, event, writes))
+        self._retiring.append(_Retiring(block, event, list(writes)))
 
     def retire(self, *, wait: bool) -> bool:
         """Frees what nothing reads any more; with ``wait``, at least the oldest. Whether it did."""
