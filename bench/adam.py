@@ -26,20 +26,16 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
+import arguments as argument
 import torch
+from machine import processor
 
 from tiermem.kernels import AdamWStep, Kernels, open_kernels
 
 SPLIT_BYTES_PER_PARAM = 26  # hi 2, lo 2, moments 8 each way; gradient 2 read
 HYPER = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-
-
-def parse_count(text: str) -> int:
-    scale = {"K": 10**3, "M": 10**6, "G": 10**9}.get(text[-1].upper(), 1)
-    return int(float(text[:-1] if scale > 1 else text) * scale)
 
 
 def huge_empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -138,13 +134,6 @@ class Round(NamedTuple):
     split_s: float
 
 
-def cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith(("model name", "Model")):
-            return line.partition(":")[2].strip()
-    return platform.machine()
-
-
 def measure(params: int, pairs: int, kernels: Kernels) -> dict[str, object]:
     torch.manual_seed(0)
     grad = huge_empty(params, torch.bfloat16).normal_()
@@ -198,7 +187,7 @@ def assert_same(reference: TorchFused, split: Split) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--params", type=parse_count, default=parse_count("100M"), help="e.g. 100M")
+    parser.add_argument("--params", type=argument.count, default="100M", help="e.g. 100M")
     parser.add_argument("--pairs", type=int, default=7, help="timed rounds")
     parser.add_argument("--kernels", default="auto", help="auto, avx512, avx2, plain or torch")
     parser.add_argument("--threads", type=int, default=None, help="default: the cores of the process")
@@ -211,7 +200,7 @@ def main() -> None:
         result |= {
             "isa": kernels.name,
             "num_threads": kernels.num_threads,
-            "cpu": cpu_model(),
+            "cpu": processor(),
             "kernel": platform.release(),
             "torch": torch.__version__,
         }

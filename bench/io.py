@@ -29,10 +29,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import arguments as argument
 import io_fio
 from io_fio import GIB, MODES, Figures
+from machine import processor
 
 import tiermem.io as tio
+from tiermem.store.mounts import find_mount
 from tiermem.types import format_bytes
 
 REQUEST_BYTES = 32 << 20
@@ -165,44 +168,7 @@ def cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def measure_duplex(
-    directory: str | os.PathLike[str],
-    *,
-    size: int = 2 * GIB,
-    seconds: float = 3.0,
-    backend: str = "auto",
-    options: tio.QueueOptions | None = None,
-) -> Figures:
-    """Reads and writes at once on a file of ``size`` bytes in ``directory``; a few seconds.
-
-    The floor that a training step's I/O is held against, measured in the same run.
-    """
-    with Bench(directory, size, backend, options or tio.QueueOptions()) as bench:
-        bench.run("duplex", seconds / 6)
-        return bench.run("duplex", seconds)
-
-
 # ---- report ----------------------------------------------------------------------------------
-
-
-def filesystem_of(directory: str) -> str:
-    best, kind = "", "unknown"
-    target = os.path.realpath(directory)
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines():
-            _, point, name, *_ = line.split()
-            inside = target == point or target.startswith(point.rstrip("/") + "/")
-            if inside and len(point) >= len(best):
-                best, kind = point, name
-    return kind
-
-
-def processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def spread(values: list[float]) -> list[float]:
@@ -300,23 +266,16 @@ def line(figures: Figures) -> str:
     )
 
 
-def parse_size(text: str) -> int:
-    units = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-    digits = text.lower().rstrip("ib")
-    unit = units.get(digits[-1:], 1)
-    return int(float(digits.rstrip("kmg")) * unit)
-
-
 def parse_arguments() -> argparse.Namespace:
     defaults = tio.QueueOptions()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--against", choices=("fio", "backends", "none"), default="fio")
     parser.add_argument("--directory", default=".", help="a directory on the drive to measure")
-    parser.add_argument("--size", type=parse_size, default=2 * GIB, help="of the file, e.g. 2GiB")
+    parser.add_argument("--size", type=argument.size, default=2 * GIB, help="of the file, e.g. 2GiB")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each run")
     parser.add_argument("--backend", default="auto", help=f"auto, {', '.join(tio.BACKENDS)}")
-    parser.add_argument("--chunk", type=parse_size, default=defaults.chunk_bytes)
+    parser.add_argument("--chunk", type=argument.size, default=defaults.chunk_bytes)
     parser.add_argument("--read-depth", type=int, default=defaults.read_depth)
     parser.add_argument("--write-depth", type=int, default=defaults.write_depth)
     parser.add_argument("--quick", action="store_true", help="calibrate fio at 1 MiB blocks only")
@@ -350,7 +309,7 @@ def main() -> None:
         "options": dataclasses.asdict(options),
         "pairs": arguments.pairs,
         "seconds": arguments.seconds,
-        "filesystem": filesystem_of(arguments.directory),
+        "filesystem": find_mount(Path(arguments.directory)).filesystem,
         "kernel": platform.release(),
         "processor": processor(),
         "cpus": os.cpu_count(),

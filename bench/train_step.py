@@ -43,9 +43,13 @@ from typing import Any
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from tiermem.cli.train import parse_count
+import arguments as argument
+from machine import processor
+
 from tiermem.models.gpt import GPTConfig
+from tiermem.store.mounts import find_mount
 from tiermem.types import format_bytes
 
 HERE = Path(__file__).resolve().parent
@@ -433,19 +437,12 @@ def machine_fields(options: argparse.Namespace) -> dict[str, Any]:
     """Hardware, kernel, filesystem and versions."""
     import torch
 
-    from tiermem.cli.directory import filesystem_of
-
-    processor = platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            processor = line.partition(":")[2].strip()
-            break
     return {
-        "cpu": processor,
+        "cpu": processor(),
         "num_cpus": len(os.sched_getaffinity(0)),
         "memory_bytes": psutil.virtual_memory().total,
         "kernel": platform.release(),
-        "filesystem": filesystem_of(Path(options.directory)),
+        "filesystem": find_mount(Path(options.directory)).filesystem,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "num_threads": torch.get_num_threads(),
@@ -454,7 +451,7 @@ def machine_fields(options: argparse.Namespace) -> dict[str, Any]:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--params", type=parse_count, default=350_000_000, help="e.g. 350M")
+    parser.add_argument("--params", type=argument.count, default=350_000_000, help="e.g. 350M")
     parser.add_argument("--placement", choices=("nvme", "host", "device"), default="nvme")
     parser.add_argument("--host-memory", default=None, help="budget, e.g. 256MiB")
     parser.add_argument("--device-memory", default=None, help="budget for gathered parameters")

@@ -10,6 +10,7 @@ import pytest
 
 from tiermem.cli import directory
 from tiermem.errors import ConfigError
+from tiermem.store.mounts import find_mount
 
 
 def test_default_is_private_and_stays_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,6 +49,6 @@ def test_a_directory_of_someone_else_is_refused(
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs /dev/shm")
 def test_tmpfs_is_seen() -> None:
-    if directory.filesystem_of(Path("/dev/shm")) != "tmpfs":
+    if find_mount(Path("/dev/shm")).filesystem != "tmpfs":
         pytest.skip("/dev/shm is no tmpfs here")
     assert directory.in_memory(Path("/dev/shm/below"))

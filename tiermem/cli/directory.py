@@ -6,27 +6,15 @@ import os
 import tempfile
 from pathlib import Path
 
-import psutil
-
 from tiermem.errors import ConfigError
-
-_IN_MEMORY = ("tmpfs", "ramfs", "rootfs")
-
-
-def filesystem_of(path: Path) -> str:
-    """The type of the filesystem that ``path`` lies on, such as ``ext4``; empty when unknown."""
-    resolved = path.resolve()
-    best, found = -1, ""
-    for partition in psutil.disk_partitions(all=True):
-        mount = Path(partition.mountpoint)
-        if resolved.is_relative_to(mount) and len(mount.parts) >= best:
-            best, found = len(mount.parts), partition.fstype
-    return found
+from tiermem.store.mounts import find_mount
 
 
 def in_memory(path: Path) -> bool:
-    """Whether files below ``path`` are memory, which the budget would not know of."""
-    return filesystem_of(path) in _IN_MEMORY
+    """Whether files below ``path``, which need not exist yet, are memory: the budget would not know
+    of it."""
+    existing = next(place for place in (path, *path.resolve().parents) if place.exists())
+    return find_mount(existing).in_memory
 
 
 def default_parent() -> Path:
