@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tiermem.benchmark.device import Device, Link, find_devices
 from tiermem.errors import ConfigError
 from tiermem.io import StorageFile
+from tiermem.io.files import free_bytes
 from tiermem.store.mounts import Mount, find_mount
 from tiermem.store.rundir import RunDirectory, check_paths
 from tiermem.types import format_bytes
@@ -72,12 +73,11 @@ def _device_fields(device: Device) -> dict[str, Any]:
 def look_at(path: Path) -> Site:
     """What ``path``, an existing directory, lies on."""
     mount = find_mount(path)
-    room = os.statvfs(path)
     return Site(
         path=path,
         mount=mount,
         devices=find_devices(path, mount),
-        free_bytes=room.f_bavail * room.f_frsize,
+        free_bytes=free_bytes(path),
         st_dev=os.stat(path).st_dev,
     )
 

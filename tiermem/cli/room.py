@@ -13,6 +13,7 @@ import torch
 from tiermem.cli.job import TrainJob
 from tiermem.config import TierConfig
 from tiermem.errors import BudgetError
+from tiermem.io.files import free_bytes
 from tiermem.memory.budget import available_host_memory, default_host_budget
 from tiermem.models.gpt import GPTConfig
 from tiermem.store.rundir import check_paths, dead_bytes
@@ -69,8 +70,7 @@ def _check_drives(model: GPTConfig, config: TierConfig, nbytes: int) -> None:
         needed[device] = needed.get(device, 0) + int(nbytes * weight / sum(weights))
         paths.setdefault(device, []).append(path)
     for device, there in paths.items():
-        space = os.statvfs(there[0])
-        free = space.f_bavail * space.f_frsize + sum(map(dead_bytes, there))
+        free = free_bytes(there[0]) + sum(map(dead_bytes, there))
         if needed[device] > free:
             raise BudgetError(
                 f"{model.num_parameters:,} parameters need {format_bytes(needed[device])} on "

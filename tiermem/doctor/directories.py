@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import mmap
@@ -10,9 +9,11 @@ import os
 import tempfile
 from pathlib import Path
 
+from tiermem.benchmark.device import find_devices
 from tiermem.doctor.finding import Finding, Level
 from tiermem.errors import ConfigError
 from tiermem.io.alignment import direct_alignment
+from tiermem.io.files import free_bytes
 from tiermem.store.mounts import Mount, find_mount
 from tiermem.store.rundir import check_paths
 from tiermem.types import ALIGNMENT, format_bytes
@@ -37,11 +38,13 @@ def check_directory(path: Path) -> list[Finding]:
 
 
 def _filesystem(path: Path, where: str) -> Finding:
-    mount, room = find_mount(path), os.statvfs(path)
-    free = room.f_bavail * room.f_frsize
-    drive = _drive(path)
-    text = f"{mount.filesystem} at {mount.mount_point}, {format_bytes(free)} free{drive}"
-    level, more, remedy = _judge(mount, free, "rotating" in drive)
+    mount, free = find_mount(path), free_bytes(path)
+    drives = find_devices(path, mount)
+    rotating = any(drive.rotational for drive in drives)
+    text = f"{mount.filesystem} at {mount.mount_point}, {format_bytes(free)} free"
+    if drives:
+        text += f", drive {', '.join(drive.name for drive in drives)}{', rotating' if rotating else ''}"
+    level, more, remedy = _judge(mount, free, rotating)
     return Finding("directory", level, text + more, remedy, where)
 
 
@@ -60,19 +63,6 @@ def _judge(mount: Mount, free: int, rotating: bool) -> tuple[Level, str, str]:
         meaning = " (virtual drives often say so wrongly)"
         return Level.NOTE, meaning, "if it is a hard disk, give a directory on NVMe"
     return Level.OK, "", ""
-
-
-def _drive(path: Path) -> str:
-    """What the kernel says of the block device below, if there is one."""
-    number = os.stat(path).st_dev
-    device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
-    with contextlib.suppress(OSError):
-        resolved = device.resolve(strict=True)
-        for place in (resolved, resolved.parent):  # a partition's queue is its drive's
-            if (place / "queue/rotational").exists():
-                rotating = (place / "queue/rotational").read_text().strip() == "1"
-                return f", drive {place.name}{', rotating' if rotating else ''}"
-    return ""
 
 
 def _direct(path: Path, where: str) -> Finding:

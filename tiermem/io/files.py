@@ -153,13 +153,18 @@ def reserve(fd: int, path: str, nbytes: int) -> None:
     logger.warning("%s cannot be preallocated (%s): a full disk will show during the run", path, reason)
 
 
+def free_bytes(place: str | os.PathLike[str] | int) -> int:
+    """Bytes that the filesystem of a path or descriptor has left for ordinary users."""
+    room = os.statvfs(place)
+    return room.f_bavail * room.f_frsize
+
+
 def _preallocation_error(error: OSError, fd: int, path: str, nbytes: int) -> TierIOError:
     code = error.errno or errno.EIO
     detail = ""
     if code in (errno.ENOSPC, errno.EDQUOT):
-        room = os.fstatvfs(fd)
         # What the failed attempt took counts as free: it is given back with the file.
-        free = room.f_bavail * room.f_frsize + os.fstat(fd).st_blocks * 512
+        free = free_bytes(fd) + os.fstat(fd).st_blocks * 512
         detail = (
             f"it needs {nbytes} bytes ({format_bytes(nbytes)}) and {free} ({format_bytes(free)}) are "
             "free there; free some, give another path, or keep more in host memory"

@@ -9,7 +9,7 @@ import resource
 from pathlib import Path
 
 from tiermem.errors import IOContext, TierIOError
-from tiermem.io.files import StorageFile
+from tiermem.io.files import StorageFile, free_bytes
 from tiermem.types import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -65,8 +65,7 @@ class PathFile:
             os.ftruncate(self.fd, start)  # gives back what was allocated before it failed
             context = IOContext("preallocation", str(self.path), start, nbytes)
             check_file_limit(context)
-            room = os.fstatvfs(self.fd)
-            free = room.f_bavail * room.f_frsize
+            free = free_bytes(self.fd)
             raise TierIOError(
                 error.errno or errno.EIO,
                 context,

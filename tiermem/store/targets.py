@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tiermem.errors import IOContext, TierIOError
 from tiermem.io.base import Engine, Op, Priority, QueueOptions
+from tiermem.io.files import free_bytes
 from tiermem.store.pathfile import PathFile, check_file_limit
 from tiermem.store.rundir import RunDirectory, check_paths
 from tiermem.store.stats import PathStats
@@ -81,8 +82,7 @@ class Targets:
         for directory, size, file in zip(self._directories, sizes, self._generation(0), strict=True):
             device = os.stat(directory.path).st_dev
             needed[device] = needed.get(device, 0) + size
-            room = os.statvfs(directory.path)
-            free = room.f_bavail * room.f_frsize
+            free = free_bytes(directory.path)
             context = IOContext("preallocation", str(directory.path.parent), file.nbytes, size)
             if needed[device] > free:
                 raise TierIOError(
