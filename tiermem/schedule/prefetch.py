@@ -7,24 +7,17 @@ from collections.abc import Collection, Mapping, Sequence
 
 
 def plan_prefetch(
-    upcoming: Sequence[int],
-    gathered: Collection[int],
-    group_bytes: Mapping[int, int],
-    ahead_bytes: int,
+    upcoming: Sequence[int], group_bytes: Mapping[int, int], ahead_bytes: int
 ) -> list[int]:
-    """The groups of ``upcoming`` to start fetching, in order.
-
-    Groups are taken in order of use until ``ahead_bytes`` of gathered or fetched parameters lie
-    ahead of the present use; those in ``gathered`` are there already but count.
-    """
+    """The groups of ``upcoming`` that should be gathered by now, in order of use: until
+    ``ahead_bytes`` of parameters lie ahead of the present use, gathered already or not."""
     wanted: list[int] = []
     total = 0
     for group in upcoming:
         total += group_bytes[group]
         if total > ahead_bytes:
             break
-        if group not in gathered:
-            wanted.append(group)
+        wanted.append(group)
     return wanted
 
 

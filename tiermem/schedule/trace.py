@@ -38,18 +38,32 @@ class UseTrace:
     def following(self) -> bool:
         return self._following
 
-    def upcoming(self, limit: int) -> list[int]:
-        """The next distinct groups in order of use, into the next pass if this one ends; at most
-        ``limit``. Empty while nothing can be predicted."""
+    def upcoming(self, limit: int, *, next_pass: bool = True) -> list[int]:
+        """The next distinct groups in order of use, at most ``limit``; with ``next_pass`` into the next
+        pass if this one ends. Empty while nothing can be predicted."""
         if not self._recorded:
             return []
-        start = len(self._current) if self._following else len(self._recorded)
+        length = len(self._recorded)
+        start = len(self._current) if self._following else length
         seen: dict[int, None] = {}
-        for index in range(start, start + len(self._recorded)):
-            seen.setdefault(self._recorded[index % len(self._recorded)])
+        for index in range(start, start + length if next_pass else length):
+            seen.setdefault(self._recorded[index % length])
             if len(seen) >= limit:
                 break
         return list(seen)
+
+    def before_next(self, group: int) -> set[int] | None:
+        """The groups that are used before ``group`` is used again; None if that is not known."""
+        if not self._recorded:
+            return None
+        start = len(self._current) if self._following else len(self._recorded)
+        found: set[int] = set()
+        for step in range(len(self._recorded)):
+            used = self._recorded[(start + step) % len(self._recorded)]
+            if used == group:
+                return found
+            found.add(used)
+        return None
 
     def distance(self) -> dict[int, int]:
         """How many uses away the next use of each known group is (0: the very next)."""

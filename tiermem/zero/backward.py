@@ -151,7 +151,10 @@ class BackwardTracker:
         self._runtime.check_usable()
         nested = self._enter()
         self._runtime.updates.before_gradient(param, nested=nested)
-        self._runtime.gradients.accumulate(param, gradient.detach())
+        if group.sharing.alone:
+            self._runtime.gradients.accumulate(param, gradient.detach())
+        else:
+            self._runtime.reducer.accumulate(param, gradient.detach())
         self._accumulated.setdefault(group, set()).add(param.index)
         self._finish_if_done(group)
 
@@ -201,6 +204,7 @@ class BackwardTracker:
         self._runtime.forward.pass_over = True
         for group in [*self._live, *(g for g in self._accumulated if g not in self._live)]:
             self._finish(group)
+        self._runtime.reducer.end_backward()
         self._runtime.gradients.reap()
         self._runtime.gather.poll()
         self._runtime.gather.prefetch()

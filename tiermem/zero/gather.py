@@ -2,14 +2,20 @@
 
 [Note: gathering] All of this runs on the training thread. A group that was used stays gathered
 until its memory is needed (the use trace is a known cycle, so the one used farthest in the future
-goes first); a fetch that finds the pool full waits while a release is in flight, and otherwise
-raises `BudgetError` naming who holds the memory. A gather of a group with a pending update starts
-the update; nobody sees the parameters before it is done.
+goes first; room.py). A gather of a group with a pending update starts the update; nobody sees the
+parameters before it is done.
+
+[Note: commitments] Over several ranks a gather ends with an exchange (see [Note: whole leases] in
+group.py). Exchanges may begin at different times on different ranks, but each rank must make the same
+ones. A use makes one if the lease is not whole. One that is made ahead of its use is *committed* at
+a point that all ranks pass alike, for the groups that the trace names next in this pass, whether or
+not their memory and their shard are at hand yet; it then comes to pass in any case, before the
+group is used, updated, or given up. Nothing is committed across an optimizer step, which would make
+it out of date.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections import deque
@@ -18,16 +24,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tiermem.comm import Kind
 from tiermem.errors import BudgetError
 from tiermem.io.base import Op, Priority
 from tiermem.memory.arena import Arena
-from tiermem.memory.lease import Lease, LeasePool
-from tiermem.schedule.prefetch import choose_victim, plan_prefetch
+from tiermem.memory.lease import Lease
+from tiermem.schedule.prefetch import plan_prefetch
 from tiermem.schedule.trace import UseTrace
 from tiermem.store.store import TieredStore
 from tiermem.store.transfer import Transfer
-from tiermem.types import Field, format_bytes, round_up
-from tiermem.zero.group import ParamGroup, ShardedParam, ShardedState
+from tiermem.types import Field, round_up
+from tiermem.zero.group import ParamGroup, ShardedParam, ShardedState, Transfers
+from tiermem.zero.room import DeviceRoom, is_idle
+from tiermem.zero.sharing import Exchanges, share_out
 from tiermem.zero.staging import HostImages
 from tiermem.zero.update import UpdateJob, UpdatePipeline
 
@@ -47,14 +56,13 @@ class GatherScheduler:
         self._store = store
         self._pipeline = pipeline
         self._images = HostImages(host, self.wait_for_release)
-        self.pool: LeasePool | None = None
-        self.ahead_bytes = 0
+        self.room = DeviceRoom(runtime, self)
         self.groups: list[ParamGroup] = []
         self.by_address: dict[int, ParamGroup] = {}
         self._traces: dict[bool, UseTrace] = {}
         self.trace = UseTrace()
-        self.lingering: set[ParamGroup] = set()  # see [Note: held parameters]
         self._lease_writes: deque[Transfer] = deque()
+        self._parting: deque[Exchanges] = deque()  # whose groups have been given up
         self.stall_seconds = 0.0
         self.prefetch_hits = 0
         self.prefetch_misses = 0
@@ -83,7 +91,7 @@ class GatherScheduler:
             for group in groups:
                 self.unshard(group, traced=traced)
         except BudgetError:
-            if len(groups) < 2:
+            if len(groups) < 2 or any(group.sharded for group in groups):
                 raise
             self.vacate(groups)
             for group in groups:
@@ -93,17 +101,17 @@ class GatherScheduler:
         """Drops every lease that nobody needs now but, perhaps, one use of ``groups``."""
         for group in self.groups:
             uses = int(group in groups)
-            if group.uses > uses or group.job is not None:
+            if group.uses > uses or group.job is not None or group.committed:
                 continue
             if group.state is ShardedState.UNSHARDED and not (group.persistent or group.anchored):
                 group.swap_out()
-            if self._idle(group, uses):
+            if is_idle(group, uses):
                 self.drop(group)
         self.finish_writes()
         while self._images.retire(wait=True):
             pass
-        if self.pool is not None:
-            self.pool.reclaim()
+        if self.room.pool is not None:
+            self.room.pool.reclaim()
 
     def fetch(self, group: ParamGroup, *, traced: bool = True) -> None:
         """The group's parameters in its lease, up to date."""
@@ -113,13 +121,28 @@ class GatherScheduler:
                 self.prefetch_hits += 1
             else:
                 self.prefetch_misses += 1
+        if group.sharded and group.ahead:
+            self.room.make_way(group)
         self.gather(group, demand=True)
+        group.ahead = False
         self.ready(group)
+        self._make_whole(group)
 
     def reshard(self, group: ParamGroup) -> None:
         """Takes the parameters out of their slots; the lease stays until it is needed."""
         if group.state is ShardedState.UNSHARDED and group.uses == 0:
             group.swap_out()
+        most = self._runtime.config.max_reuse_numel
+        if most is not None and is_idle(group) and not self._runtime.backward.pins(group):
+            if self._reuse_numel(group) > most:
+                self.drop(group)
+
+    def _reuse_numel(self, group: ParamGroup) -> float:
+        """Elements of parameters that are used before ``group`` is used again."""
+        before = self.trace.before_next(group.index)
+        if before is None:
+            return float("inf")
+        return sum(self.groups[index].numel for index in before)
 
     def gather(self, group: ParamGroup, *, demand: bool) -> bool:
         """Starts what brings the group into a lease; False if there is no room (not on demand)."""
@@ -128,9 +151,12 @@ class GatherScheduler:
                 return False
             if not demand and self._would_block(group):
                 return False
-            lease = self._obtain(group, demand=demand)
+            if demand and group.sharded and not group.committed:
+                self.room.make_way(group)
+            lease = self.room.obtain(group, demand=demand)
             if lease is None:
                 return False
+            group.ahead = group.committed or not demand
             self._start_read(group, lease, demand=demand)
         if group.pending is not None and group.job is None:
             self._start_update(group)
@@ -138,24 +164,31 @@ class GatherScheduler:
 
     def _would_block(self, group: ParamGroup) -> bool:
         record = group.record
-        return record is not None and self._store.would_wait(record, 0, group.nbytes, Op.READ)
+        return record is not None and self._store.would_wait(record, 0, group.record_bytes, Op.READ)
 
     def _start_read(self, group: ParamGroup, lease: Lease, *, demand: bool) -> None:
         assert group.record is not None
         image = lease.tensor if self._addressable else self._images.make(group)
-        group.lease = lease
-        self.by_address[lease.address] = group
+        self.take_lease(group, lease)
+        group.whole = not group.sharded
         group.move(ShardedState.GATHERING)
+        parts: list[Transfer] = []
         try:
-            group.transfer = self._store.read(
-                group.record,
-                0,
-                group.nbytes,
-                image.data_ptr(),
-                owner=image,
-                priority=Priority.DEMAND if demand else Priority.BACKGROUND,
-            )
+            for part in group.record_parts:
+                parts.append(
+                    self._store.read(
+                        group.record,
+                        part.record_offset,
+                        part.record_offset + part.nbytes,
+                        image.data_ptr() + part.buffer_offset,
+                        owner=image,
+                        priority=Priority.DEMAND if demand else Priority.BACKGROUND,
+                    )
+                )
+            group.transfer = Transfers(parts)
         except BaseException:
+            for transfer in parts:
+                transfer.complete()
             self._forget(group)
             del lease, image  # a kept traceback must not keep the memory
             self._store.raise_failed()
@@ -164,6 +197,9 @@ class GatherScheduler:
     def _start_update(self, group: ParamGroup) -> None:
         assert group.pending is not None
         assert group.lease is not None
+        if group.exchange is not None:  # others may still be reading the old values
+            exchange, group.exchange = group.exchange, None
+            exchange.wait()
         image = group.lease.tensor if self._addressable else self._images.find(group)
         if image is None:
             image = self._images.make(group)
@@ -174,8 +210,8 @@ class GatherScheduler:
 
     @property
     def _addressable(self) -> bool:
-        assert self.pool is not None
-        return self.pool.host_addressable
+        assert self.room.pool is not None
+        return self.room.pool.host_addressable
 
     def ready(self, group: ParamGroup) -> None:
         """Waits until the group's read and update are done. Raises their error."""
@@ -217,6 +253,7 @@ class GatherScheduler:
             raise
         self._lease_writes.extend(job.writes)
         group.job = group.transfer = group.pending = None
+        group.whole = group.sharing.alone or group.sharing.stage == 0
         self._images.deliver(group, self._lease_writes)
 
     def poll(self) -> None:
@@ -234,80 +271,15 @@ class GatherScheduler:
         if write.error is not None:
             self._runtime.check_usable()
 
-    # ---- room
-
-    def _obtain(self, group: ParamGroup, *, demand: bool) -> Lease | None:
-        assert self.pool is not None
-        patience = 50
-        while True:
-            lease = self.pool.lend(group.nbytes, group.name)
-            if lease is not None:
-                return lease
-            self.poll()
-            if self.lingering:
-                self._sweep_lingering()
-                lease = self.pool.lend(group.nbytes, group.name)
-                if lease is not None:
-                    return lease
-            victim = self._victim(group, demand=demand)
-            if victim is not None:
-                self.drop(victim)
-                continue
-            if not demand:
-                return None
-            if self.wait_for_release():
-                continue
-            if patience > 0:  # a view may be dying in another thread, or in a reference cycle
-                patience -= 1
-                if patience:
-                    time.sleep(0.002)
-                else:
-                    gc.collect()
-                    self._sweep_lingering(from_dead_code=True)
-                continue
-            raise BudgetError(self._full_message(group))
-
-    def _sweep_lingering(self, *, from_dead_code: bool = False) -> None:
-        for group in list(self.lingering):
-            if group.state is ShardedState.UNSHARDED or group.detach(from_dead_code=from_dead_code):
-                self.lingering.discard(group)
-
-    def _victim(self, wanted: ParamGroup, *, demand: bool) -> ParamGroup | None:
-        distance = self.trace.distance()
-        evictable = {
-            g.index: g
-            for g in self.groups
-            if g is not wanted and self._idle(g) and not self._runtime.backward.pins(g)
-        }
-        limit = -1 if demand else distance.get(wanted.index, -1)
-        index = choose_victim(evictable.keys(), distance, limit)
-        if index is not None:
-            return evictable[index]
-        if not demand:
-            return None
-        for group in self._runtime.backward.least_recently_used():
-            if group is not wanted and group.uses == 0 and group.job is None:
-                self.reshard(group)
-                return group
-        return None
-
-    def _idle(self, group: ParamGroup, uses: int = 0) -> bool:
-        return (
-            group.lease is not None
-            and not group.persistent
-            and not group.anchored
-            and group.state is ShardedState.GATHERING
-            and group.uses <= uses
-            and group.job is None
-            and (group.transfer is None or group.transfer.done())
-        )
-
     def wait_for_release(self) -> bool:
         """Waits for one release that is in flight; False if there is none."""
         started = time.perf_counter()
         try:
             if self._lease_writes:
                 self._observe(self._lease_writes.popleft())
+                return True
+            if self._parting:
+                self._parting.popleft().wait()
                 return True
             if self._images.retire(wait=True):
                 return True
@@ -325,19 +297,57 @@ class GatherScheduler:
         finally:
             self.stall_seconds += time.perf_counter() - started
 
-    def _full_message(self, group: ParamGroup) -> str:
-        assert self.pool is not None
-        holders = sorted(self.pool.holders().items(), key=lambda item: -item[1])
-        named = ", ".join(f"{name} ({format_bytes(size)})" for name, size in holders[:8])
-        budget = self._runtime.device_plan_budget
-        free, piece = self.pool.room()
-        return (
-            f"gathering {group.name!r} needs {format_bytes(group.nbytes)}; device_memory is "
-            f"{format_bytes(budget)} ({budget} bytes) of which {format_bytes(free)} are free "
-            f"({format_bytes(piece)} in one piece), and nothing is being released. Held by: {named}. "
-            f"Remedy: raise device_memory, drop references to parameter views, or gather fewer "
-            f"parameters at once (all units of one checkpointed function are needed together)"
-        )
+    # ---- several ranks, see [Note: commitments]
+
+    def _start_exchange(self, group: ParamGroup) -> None:
+        """This rank's shard is current: gives it to all others, and takes theirs."""
+        assert group.lease is not None
+        if group.exchange is not None:
+            group.exchange.wait()
+        parts = [
+            share_out(group.sharing, Kind.PARAMS, region.number, group.name, group.region_view(region))
+            for region in group.regions
+        ]
+        group.exchange, group.under_way = Exchanges(parts, group.lease), True
+
+    def _make_whole(self, group: ParamGroup) -> None:
+        """Waits for the shards of all others; this rank's is current."""
+        if group.whole:
+            return
+        if not group.under_way:
+            self._start_exchange(group)
+        started = time.perf_counter()
+        assert group.exchange is not None
+        group.exchange.wait_received()
+        self.stall_seconds += time.perf_counter() - started
+        group.whole, group.committed, group.under_way = True, False, False
+
+    def honour(self, group: ParamGroup) -> None:
+        """Sees to what was committed for ``group``, before its values change."""
+        if group.committed:
+            self.gather(group, demand=True)
+            self.ready(group)
+            self._make_whole(group)
+
+    def _commit(self, next_pass: bool, window: Sequence[int]) -> None:
+        """See [Note: commitments]. All ranks call it with the same ``window``."""
+        near = set(self.trace.upcoming(len(self.groups), next_pass=next_pass))
+        for group in (self.groups[index] for index in window if index in near):
+            if not group.sharing.alone and not (group.lease is not None and group.whole):
+                group.committed = True
+
+    def _advance(self) -> None:
+        """Starts committed exchanges of groups whose shard is at hand."""
+        committed = [g for g in self.groups if g.committed and not g.under_way]
+        if not committed:
+            return
+        self.poll()
+        for group in committed:
+            updating = group.job is not None or group.pending is not None
+            if group.lease is not None and not updating:
+                if group.transfer is None or group.transfer.done():
+                    self.ready(group)
+                    self._start_exchange(group)
 
     # ---- giving up a lease
 
@@ -349,15 +359,34 @@ class GatherScheduler:
         self._forget(group)
 
     def _forget(self, group: ParamGroup) -> None:
-        if group.lease is not None:
-            self.by_address.pop(group.lease.address, None)
+        self.take_lease(group, None)
         self._images.discard(group)
-        group.lease = None
         group.transfer = None
+        if group.exchange is not None:
+            self._parting.append(group.exchange)
+            group.exchange, group.under_way = None, False
         if group.state is ShardedState.UNSHARDED:
             group.swap_out()
         if group.state is ShardedState.GATHERING:
             group.move(ShardedState.SHARDED)
+
+    def take_lease(self, group: ParamGroup, lease: Lease | None) -> None:
+        """The group's memory is ``lease`` from now on."""
+        if group.lease is not None:
+            self.by_address.pop(group.lease.address, None)
+        group.lease = lease
+        if lease is not None:
+            self.by_address[lease.address] = group
+
+    def finish_moves(self, group: ParamGroup) -> None:
+        """Afterwards nothing reads or writes the group's lease."""
+        if group.transfer is not None:
+            self._finish_read(group)
+        if group.under_way:
+            self._make_whole(group)
+        if group.exchange is not None:
+            group.exchange.wait()
+            group.exchange = None
 
     def settle(self, group: ParamGroup, *, force: bool = False) -> None:
         """Writes back what the user has written into the group's parameters; their masters are
@@ -382,11 +411,26 @@ class GatherScheduler:
         if not self._addressable:
             image = self._images.make(group)
             image.copy_(group.lease.tensor[: image.numel()])
-        write = self._store.write(group.record, 0, group.nbytes, image.data_ptr(), owner=image)
-        self._lease_writes.append(write)
+        writes = self._write_parts(group, image)
+        self._lease_writes.extend(writes)
         if not self._addressable:
-            self._observe(self._lease_writes.pop())
+            for _ in writes:
+                self._observe(self._lease_writes.pop())
             self._images.discard(group)
+
+    def _write_parts(self, group: ParamGroup, image: torch.Tensor) -> list[Transfer]:
+        """Starts writing what the group's record holds of ``image``."""
+        assert group.record is not None
+        return [
+            self._store.write(
+                group.record,
+                part.record_offset,
+                part.record_offset + part.nbytes,
+                image.data_ptr() + part.buffer_offset,
+                owner=image,
+            )
+            for part in group.record_parts
+        ]
 
     def _clear_remainders(self, group: ParamGroup, changed: Iterable[ShardedParam]) -> None:
         for param in changed:
@@ -398,40 +442,40 @@ class GatherScheduler:
 
     def open_for_fill(self, group: ParamGroup) -> torch.Tensor:
         """A lease for a new group, and its zeroed image in host memory."""
-        lease = self._obtain(group, demand=True)
+        if group.sharded:
+            self.room.make_way(group)
+        lease = self.room.obtain(group, demand=True)
         assert lease is not None
         image = lease.tensor if self._addressable else self._images.make(group)
         image.zero_()
-        group.lease = lease
-        self.by_address[lease.address] = group
+        self.take_lease(group, lease)
         group.move(ShardedState.GATHERING)
         return image
 
     def close_fill(self, group: ParamGroup, image: torch.Tensor) -> None:
-        """Writes the image to the group's record and delivers it to the device."""
+        """Writes the image, which is whole, to the group's record and delivers it to the device."""
+        group.whole = True
         if group.record is not None:
-            self._lease_writes.append(
-                self._store.write(group.record, 0, group.nbytes, image.data_ptr(), owner=image)
-            )
+            self._lease_writes.extend(self._write_parts(group, image))
         self._images.deliver(group, self._lease_writes)
         group.mark_clean()
 
     # ---- ahead of use
 
-    def prefetch(self) -> None:
-        """Tops up what is fetched ahead of the present use."""
-        if self.ahead_bytes <= 0:
+    def prefetch(self, *, next_pass: bool = False) -> None:
+        """Tops up what is fetched ahead of the present use; with ``next_pass`` an optimizer step has
+        just been taken."""
+        if self.room.ahead_bytes <= 0:
             return
         upcoming = self.trace.upcoming(len(self.groups))
-        sizes = {g.index: round_up(g.nbytes) for g in self.groups}
-        for group in self.groups:
-            if group.persistent:
-                sizes[group.index] = 0
-        gathered = {g.index for g in self.groups if g.lease is not None and g.pending is None}
-        gathered |= {g.index for g in self.groups if g.job is not None}
-        for index in plan_prefetch(upcoming, gathered, sizes, self.ahead_bytes):
-            if not self.gather(self.groups[index], demand=False):
-                break
+        sizes = {g.index: 0 if g.persistent else round_up(g.nbytes) for g in self.groups}
+        window = plan_prefetch(upcoming, sizes, self.room.ahead_bytes)
+        self._commit(next_pass, window)
+        for group in (self.groups[index] for index in window):
+            if group.lease is None or (group.pending is not None and group.job is None):
+                if not self.gather(group, demand=False):
+                    break
+        self._advance()
 
     def apply_pending(self, groups: Iterable[ParamGroup] | None = None) -> None:
         """Applies the pending updates of ``groups`` (all), in order of use, and waits."""
@@ -444,6 +488,16 @@ class GatherScheduler:
                 if not self.gather(following, demand=False):
                     break
             self.ready(group)
+        if todo:
+            self._forget_alike()
+
+    def _forget_alike(self) -> None:
+        """Which updates had been applied before differs from rank to rank; what lies in device memory
+        must not (see [Note: deterministic room])."""
+        for group in self.groups:
+            if group.sharded and is_idle(group) and not group.committed:
+                if not self._runtime.backward.pins(group):
+                    self.drop(group)
 
     def finish_writes(self) -> None:
         """Waits for every write-back from a lease."""

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ from tiermem.store.records import RecordSpec
 from tiermem.store.store import TieredStore
 from tiermem.store.transfer import Transfer
 from tiermem.types import Field, Purpose, Tier, format_bytes, round_up
+from tiermem.zero.layout import Span
 
 if TYPE_CHECKING:
     from tiermem.zero.group import ParamGroup, Region, ShardedParam
@@ -40,13 +41,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class GroupGradient:
-    """The gradients of one group. ``tensor`` is None while they are on NVMe only.
+    """The gradients of one group: of the elements that this rank owns, or (``full``) of all, before
+    they are reduced over the ranks and, where they are reduced in place, after it. ``tensor`` is None
+    while they are on NVMe only.
 
-    ``itemsize_factor``: the buffer's dtype is the parameters' (False) or fp32 (``widened``).
+    The buffer's dtype is the parameters', or fp32 (``widened``).
     Owned by the training thread until a pending update takes it, then by that update.
     """
 
     group: ParamGroup
+    full: bool = False
     present: set[int] = field(default_factory=set)
     sum_squares: dict[int, float] = field(default_factory=dict)  # of the values before ``scale``
     scale: float = 1.0  # clipping multiplies the values by it, inside the update
@@ -60,40 +64,52 @@ class GroupGradient:
 
     @property
     def nbytes(self) -> int:
-        return gradient_bytes(self.group, self.widened)
+        return gradient_bytes(self.group, self.widened, full=self.full)
+
+    def span(self, region: Region) -> Span:
+        """The elements of ``region`` that the buffer holds."""
+        return Span(0, region.layout.numel) if self.full else region.owned
 
     def dtype(self, region: Region) -> torch.dtype:
         return torch.float32 if self.widened else region.layout.dtype
 
     def offset(self, region: Region) -> int:
         """The first byte of ``region``'s gradients in the buffer (a multiple of 4096)."""
-        return _offset(self.group, region, self.widened)
+        return _offset(self.group, region, self.widened, self.full)
 
     def region_view(self, region: Region) -> torch.Tensor:
-        """The gradients of ``region`` in memory, 1-D, padded like the region."""
+        """The gradients of ``region`` in memory, 1-D: the elements of `span`."""
         assert self.tensor is not None
         dtype, start = self.dtype(region), self.offset(region)
-        return self.tensor[start : start + region.layout.numel * dtype.itemsize].view(dtype)
+        return self.tensor[start : start + self.span(region).numel * dtype.itemsize].view(dtype)
+
+    def held(self, param: ShardedParam) -> Span:
+        """The elements of ``param``, counted from its first, that the buffer holds."""
+        segment = param.segment
+        within = self.span(self.group.regions[segment.region]).meet(segment.start, segment.stop)
+        return Span(within.start - segment.start, within.stop - segment.start)
 
     def param_view(self, param: ShardedParam) -> torch.Tensor:
-        segment = param.segment
-        return self.region_view(self.group.regions[segment.region])[segment.start : segment.stop]
+        """The gradient of ``param``, 1-D: the elements of `held`."""
+        region = self.group.regions[param.segment.region]
+        held, first = self.held(param), param.segment.start - self.span(region).start
+        return self.region_view(region)[first + held.start : first + held.stop]
 
 
-def _offset(group: ParamGroup, until: Region | None, widened: bool) -> int:
+def _offset(group: ParamGroup, until: Region | None, widened: bool, full: bool) -> int:
     offset = 0
     for region in group.regions:
         if region is until:
             break
         if region.trainable:
             itemsize = 4 if widened else region.layout.dtype.itemsize
-            offset += round_up(region.layout.numel * itemsize)
+            offset += round_up((region.layout if full else region.owned).numel * itemsize)
     return offset
 
 
-def gradient_bytes(group: ParamGroup, widened: bool) -> int:
-    """Bytes of the gradient buffer of ``group``."""
-    return _offset(group, None, widened)
+def gradient_bytes(group: ParamGroup, widened: bool, *, full: bool = False) -> int:
+    """Bytes of a buffer for gradients of ``group``."""
+    return _offset(group, None, widened, full)
 
 
 class GradientStore:
@@ -159,13 +175,8 @@ class GradientStore:
         """Adds one parameter's gradient (its shape, any dtype)."""
         group = param.group
         flat = flatten_like(gradient, param.segment.spec.stride)
-        own = group.gradient
-        if own is None:
-            own = group.gradient = GroupGradient(group, widened=self.start_wide)
+        own = self.open(group)
         again = param.index in own.present
-        self.bring_in(own)
-        if own.scale != 1.0:
-            self._apply_scale(own)
         if again and not own.widened and flat.dtype != torch.float32:
             self._widen(own)
         destination = own.param_view(param)
@@ -177,6 +188,34 @@ class GradientStore:
         if flat.device.type != "cpu":
             flat = flat.cpu()
         own.sum_squares[param.index] = self._kernels.accumulate(destination, flat, add=again)
+        own.present.add(param.index)
+
+    def open(self, group: ParamGroup) -> GroupGradient:
+        """The group's gradients, in memory."""
+        if group.gradient is None:
+            group.gradient = GroupGradient(group, widened=self.start_wide)
+        self.bring_in(group.gradient)
+        if group.gradient.scale != 1.0:
+            self._apply_scale(group.gradient)
+        return group.gradient
+
+    def take_reduced(
+        self, param: ShardedParam, span: Span, parts: Sequence[torch.Tensor], scale: float
+    ) -> None:
+        """Adds ``scale`` times the sum of ``parts``, in this order, to the elements ``span`` of the
+        parameter's region; after `open`."""
+        own = param.group.gradient
+        assert own is not None
+        again = param.index in own.present
+        if again and not own.widened and parts[0].dtype != torch.float32:
+            self._widen(own)
+        region = param.group.regions[param.segment.region]
+        first = own.span(region).start
+        destination = own.region_view(region)[span.start - first : span.stop - first]
+        if span.numel:
+            own.sum_squares[param.index] = self._kernels.reduce(destination, parts, scale, add=again)
+        else:
+            own.sum_squares[param.index] = 0.0
         own.present.add(param.index)
 
     def _apply_scale(self, own: GroupGradient) -> None:

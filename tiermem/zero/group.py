@@ -11,6 +11,10 @@ that ``torch.func.functional_call`` is exact.
 real parameter's version counter (views share it), so comparing versions before the lease is
 dropped finds them all; see `GatherScheduler.settle`.
 
+[Note: whole leases] Over several ranks a lease first holds this rank's shard only: it is read, or
+updated, there in place, and then exchanged for those of the other ranks. ``whole`` says that all of it
+is current; only then may anybody compute with it.
+
 [Note: held parameters] Some code keeps the real parameter object itself beyond its forward:
 torch.utils.checkpoint keeps frozen weights of a recompute, a custom autograd function may stash a
 weight on its context. Such an object must not lose its values under the holder. Every parameter's
@@ -22,7 +26,7 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +39,9 @@ from tiermem.store.records import Record
 from tiermem.types import Field
 from tiermem.zero import compat
 from tiermem.zero.holders import num_dead_references
-from tiermem.zero.layout import GroupLayout, ParamSpec, RegionLayout, Segment
+from tiermem.zero.layout import GroupLayout, ParamSpec, RegionLayout, Segment, Span
 from tiermem.zero.placeholder import GradientStandIn, Placeholder
+from tiermem.zero.sharing import Exchanges, Sharing
 
 if TYPE_CHECKING:
     from tiermem.store.store import TieredStore
@@ -178,8 +183,10 @@ class ShardedParam:
     def get_grad(self) -> torch.Tensor | None:
         if self.real.grad is not None:
             return self.real.grad
-        gradients = self.group.gradient
-        if gradients is None or self.index not in gradients.present:
+        if not any(
+            own is not None and self.index in own.present
+            for own in (self.group.gradient, self.group.partial)
+        ):
             return None
         with compat.disable_torch_function():
             return GradientStandIn(self)
@@ -233,12 +240,47 @@ class StateRecord:
 @dataclass(slots=True)
 class Region:
     """A region of a group with its optimizer states. ``initialised`` names those that have values:
-    before that a state is zero and is not read. ``trainable`` may become True later."""
+    before that a state is zero and is not read. ``trainable`` may become True later. ``shard`` and
+    ``owned``: see `Sharing`; states and gradients hold the owned elements, from its start on.
+    ``number`` tells the runtime's regions apart in messages."""
 
     layout: RegionLayout
     trainable: bool
+    shard: Span
+    owned: Span
+    number: int
     states: dict[Field, StateRecord] = field(default_factory=dict)
     initialised: set[Field] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTraits:
+    """How a group is kept. ``persistent``: it never leaves the device; ``small``: its parameters are
+    below the persistence threshold; ``anchored``: its unit encloses others, which are used while it
+    is, so it keeps its lease, to leave one hole."""
+
+    persistent: bool
+    small: bool
+    anchored: bool
+
+
+class Transfers:
+    """The transfers of one group's parts, as one."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: Sequence[Transfer]) -> None:
+        self._parts = parts
+
+    def done(self) -> bool:
+        return all(part.done() for part in self._parts)
+
+    def wait(self) -> None:
+        """Waits for all of them, then raises the first error."""
+        for part in self._parts:
+            part.complete()
+        for part in self._parts:
+            part.wait()
 
 
 class ParamGroup:
@@ -250,18 +292,28 @@ class ParamGroup:
         index: int,
         name: str,
         layout: GroupLayout,
-        persistent: bool,
-        small: bool,
-        anchored: bool,
+        sharing: Sharing,
+        traits: GroupTraits,
     ) -> None:
         self.runtime = runtime
         self.index = index
         self.name = name
         self.layout = layout
-        self.persistent = persistent  # never leaves the device
-        self.anchored = anchored  # its unit encloses others: keeps its lease, to leave one hole
-        self.small = small  # its parameters are below the persistence threshold
-        self.regions = [Region(region, region.trainable) for region in layout.regions]
+        self.sharing = sharing
+        self.persistent = traits.persistent
+        self.anchored = traits.anchored
+        self.small = traits.small
+        self.regions = [
+            Region(
+                region,
+                region.trainable,
+                sharing.shard(region),
+                sharing.owned(region),
+                runtime.next_region_number(),
+            )
+            for region in layout.regions
+        ]
+        self.record_parts = sharing.record_parts(layout)
         self.params: list[ShardedParam] = []
         self.record: Record | None = None
         self.gradient_record: Record | None = None
@@ -269,10 +321,16 @@ class ParamGroup:
         # Training thread:
         self.state = ShardedState.SHARDED
         self.lease: Lease | None = None
-        self.transfer: Transfer | None = None
+        self.transfer: Transfers | None = None
+        self.whole = False  # see [Note: whole leases]
+        self.exchange: Exchanges | None = None  # of parameters, with all others; may be over
+        self.under_way = False  # ``exchange`` is for the present values
+        self.committed = False  # see [Note: commitments] (gather.py)
+        self.ahead = False  # fetched, and not used since
         self.pending: PendingUpdate | None = None
         self.job: UpdateJob | None = None
         self.gradient: GroupGradient | None = None
+        self.partial: GroupGradient | None = None  # this rank's, not reduced over the ranks yet
         self.uses = 0  # forwards, faulted calls and gathered() blocks that need it now
         self.handle_token = object()  # referred to by every saved handle; see `handles`
         self.version = 0  # of the values; saved handles must agree
@@ -286,6 +344,28 @@ class ParamGroup:
         return self.layout.nbytes
 
     @property
+    def numel(self) -> int:
+        """Elements of all its parameters, padding left out."""
+        return sum(segment.numel for segment in self.layout.segments)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether its parameters come from several ranks at each gather."""
+        return self.sharing.sharded
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of parameters that this rank keeps between uses."""
+        return sum(part.nbytes for part in self.record_parts)
+
+    def record_offset(self, region: Region, element: int) -> int:
+        """Where ``element`` of ``region`` lies in the group's record (bytes)."""
+        if not self.sharded:
+            return region.layout.byte_offset + element * region.layout.dtype.itemsize
+        part = self.record_parts[region.layout.index]
+        return part.record_offset + (element - region.shard.start) * region.layout.dtype.itemsize
+
+    @property
     def handles(self) -> int:
         """Saved tensors that will need the group in backward. Counted by references, since a
         ``__del__`` would swallow the Ctrl-C that falls into it."""
@@ -293,8 +373,8 @@ class ParamGroup:
 
     @property
     def trainable_numel(self) -> int:
-        """Elements whose gradients are kept, with padding."""
-        return sum(r.layout.numel for r in self.regions if r.trainable)
+        """Elements whose gradients this rank keeps, with padding."""
+        return sum(r.owned.numel for r in self.regions if r.trainable)
 
     def move(self, to: ShardedState) -> None:
         """The one place where ``state`` changes."""
@@ -344,7 +424,7 @@ class ParamGroup:
             for slot in param.slots:
                 slot.put(param.placeholder, param.real)
         if not self.detach():
-            self.runtime.gather.lingering.add(self)
+            self.runtime.gather.room.lingering.add(self)
         self.move(ShardedState.GATHERING)
 
     def mark_clean(self) -> None:

@@ -1,9 +1,13 @@
-"""How the parameters of a group lie in its flat buffer. Pure.
+"""How the parameters of a group lie in its flat buffer, and what each rank owns of it. Pure.
 
 A group is one byte buffer of *regions*; a region holds consecutive parameters that share dtype and
 trainability, so that its optimizer records are indexed by the same element numbers. Regions start
 on 4096-byte boundaries (they are read and written by themselves), parameters on 32 elements (a
 cache line or more in 16 and 32 bit).
+
+[Note: shards] Over W ranks each region is padded to W equal *shards* of whole 4096-byte units; rank
+r owns the r-th. Every region is cut by itself, so that a group's trainable part is spread as evenly
+as its frozen part. Shards are what ranks read, update and write by themselves, and send each other.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tiermem.types import round_up
+from tiermem.types import ALIGNMENT, round_up
 
 SEGMENT_ALIGNMENT_NUMEL = 32
 
@@ -31,6 +35,23 @@ class ParamSpec:
     @property
     def numel(self) -> int:
         return self.shape.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The elements [start, stop) of a region."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def meet(self, start: int, stop: int) -> Span:
+        """What lies in [start, stop) too; empty (``numel`` 0) if nothing does."""
+        first = max(self.start, start)
+        return Span(first, max(first, min(self.stop, stop)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +86,11 @@ class RegionLayout:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+    def shard(self, rank: int, world_size: int) -> Span:
+        """The elements that ``rank`` owns; see [Note: shards]."""
+        numel = self.numel // world_size
+        return Span(rank * numel, (rank + 1) * numel)
+
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
@@ -89,8 +115,8 @@ def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(tensor.stride())
 
 
-def plan_layout(specs: Sequence[ParamSpec]) -> GroupLayout:
-    """Lays out ``specs``: parameters keep their order within a region."""
+def plan_layout(specs: Sequence[ParamSpec], world_size: int = 1) -> GroupLayout:
+    """Lays out ``specs`` for ``world_size`` ranks: parameters keep their order within a region."""
     kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
     for index, spec in enumerate(specs):
         kinds.setdefault((spec.dtype, spec.trainable), []).append(index)
@@ -103,6 +129,8 @@ def plan_layout(specs: Sequence[ParamSpec]) -> GroupLayout:
             segments[index] = Segment(len(regions), position, specs[index])
             position = round_up(position + specs[index].numel, SEGMENT_ALIGNMENT_NUMEL)
         position = max(position, SEGMENT_ALIGNMENT_NUMEL)  # zero-size parameters alone take room too
+        if world_size > 1:
+            position = round_up(position, world_size * ALIGNMENT // dtype.itemsize)
         region = RegionLayout(len(regions), offset, position, dtype, trainable, tuple(members))
         regions.append(region)
         offset = round_up(offset + region.nbytes)

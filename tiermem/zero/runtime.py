@@ -109,6 +109,7 @@ class Runtime:
         self.updates = UpdateController(self, in_backward=self.config.effective_update == "backward")
         self.pipeline.gradients = self.gradients
         self.gradients.wait_for_release = self.gather.wait_for_release
+        self._num_regions = 0
         self.started = time.perf_counter()
 
     # ---- set-up (used by shard)
@@ -134,8 +135,13 @@ class Runtime:
             pool = ArenaPool(self.device_arena, poison=self.config.poison_released)
         else:
             pool = AcceleratorPool(self.device, self.ledger, plan.budget)
-        self.gather.pool = pool
-        self.gather.ahead_bytes = plan.ahead_bytes
+        self.gather.room.pool = pool
+        self.gather.room.ahead_bytes = plan.ahead_bytes
+
+    def next_region_number(self) -> int:
+        """Numbers regions in the order in which they are made, alike on all ranks."""
+        self._num_regions += 1
+        return self._num_regions - 1
 
     def _register(self, arena: Arena) -> None:
         """Nothing unregisters: `close` closes the engine before the arenas. Registering pins what
@@ -236,8 +242,8 @@ class Runtime:
             self._attempt(self.device_store.close, errors)
         self._attempt(self.store.close, errors)
         self._attempt(self.engine.close, errors)
-        if self.gather.pool is not None:
-            self.gather.pool.close()
+        if self.gather.room.pool is not None:
+            self.gather.room.pool.close()
         self._close_arenas()
         self.kernels.close()
         if errors:

@@ -50,7 +50,7 @@ def shard(
         runtime.host.free_bytes,
         runtime.transfer_groups,
     )
-    if runtime.gather.pool is not None:
+    if runtime.gather.room.pool is not None:
         _check_beside_others(runtime, device)
     runtime.store.check_room(nvme_bytes(groups, runtime.config, host))
     names = {module: name for name, module in model.named_modules()}
@@ -61,7 +61,7 @@ def shard(
         for i, p in enumerate(groups)
     ]
     with runtime.interrupts:
-        if runtime.gather.pool is None:
+        if runtime.gather.room.pool is None:
             runtime.open_device(device)
         for group in made:
             _make_records(runtime, group, host.param_fraction, host.state_fraction)

@@ -34,7 +34,7 @@ from tiermem.types import ALIGNMENT, Field, Purpose, format_bytes, round_up
 
 if TYPE_CHECKING:
     from tiermem.zero.gradients import GradientStore, GroupGradient
-    from tiermem.zero.group import ParamGroup, Region
+    from tiermem.zero.group import ParamGroup, Region, Transfers
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class UpdateJob:
     group: ParamGroup
     pending: PendingUpdate
     image: torch.Tensor
-    gathered: Transfer | None
+    gathered: Transfers | None
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     written: bool = False  # something was written back; see [Note: torn]
@@ -285,8 +285,8 @@ class UpdatePipeline:
             segments = [job.group.layout.segments[i] for i in members]
             fields = job.pending.rule.state_fields(region.layout.dtype)
             whole = any(f not in region.initialised for f, _ in fields)
-            for start in range(0, region.layout.numel, self.sub_group_numel):
-                stop = min(start + self.sub_group_numel, region.layout.numel)
+            for start in range(region.owned.start, region.owned.stop, self.sub_group_numel):
+                stop = min(start + self.sub_group_numel, region.owned.stop)
                 if whole or any(s.start < stop and s.stop > start for s in segments):
                     pieces.append(_Slice(job, region, start, stop, None))
         job.slices_left = len(pieces)
@@ -299,12 +299,13 @@ class UpdatePipeline:
         region, job = piece.region, piece.job
         offset = 0
         count = piece.stop - piece.start
+        first = piece.start - region.owned.start
         for name, dtype in job.pending.rule.state_fields(region.layout.dtype):
             state = region.states[name]
             record = state.record
             fresh = name not in region.initialised
             if record.host_only:
-                address = state.store.view_address(record, piece.start * dtype.itemsize)
+                address = state.store.view_address(record, first * dtype.itemsize)
                 tensor = tensor_over(address, count * dtype.itemsize)[0]
             else:
                 assert piece.slot is not None
@@ -314,8 +315,8 @@ class UpdatePipeline:
                     piece.reads.append(
                         state.store.read(
                             record,
-                            piece.start * dtype.itemsize,
-                            _stop_byte(record.nbytes, piece.stop * dtype.itemsize),
+                            first * dtype.itemsize,
+                            _stop_byte(record.nbytes, (first + count) * dtype.itemsize),
                             tensor.data_ptr(),
                             owner=tensor,
                             priority=Priority.BACKGROUND,
@@ -331,21 +332,21 @@ class UpdatePipeline:
         own = piece.job.pending.gradient
         dtype = own.dtype(piece.region)
         count = piece.stop - piece.start
+        start = own.offset(piece.region)
+        start += (piece.start - own.span(piece.region).start) * dtype.itemsize
         if own.pinned:
             tensor = own.tensor
             assert tensor is not None
-            start = own.offset(piece.region) + piece.start * dtype.itemsize
             return tensor[start : start + count * dtype.itemsize].view(dtype)
         record = piece.job.group.gradient_record
         assert record is not None
         assert piece.slot is not None
         room = piece.slot.tensor[offset : offset + round_up(count * dtype.itemsize)]
-        first = own.offset(piece.region) + piece.start * dtype.itemsize
         piece.reads.append(
             self._store.read(
                 record,
-                first,
-                _stop_byte(record.nbytes, first + count * dtype.itemsize),
+                start,
+                _stop_byte(record.nbytes, start + count * dtype.itemsize),
                 room.data_ptr(),
                 owner=room,
                 priority=Priority.BACKGROUND,
@@ -406,6 +407,8 @@ class UpdatePipeline:
 
     def _write_back(self, piece: _Slice) -> None:
         job, region, layout = piece.job, piece.region, piece.region.layout
+        start = piece.start - region.owned.start
+        stop = piece.stop - region.owned.start
         for name, dtype in job.pending.rule.state_fields(layout.dtype):
             record = region.states[name].record
             job.written = True
@@ -415,19 +418,20 @@ class UpdatePipeline:
             piece.slot.writes.append(
                 region.states[name].store.write(
                     record,
-                    piece.start * dtype.itemsize,
-                    _stop_byte(record.nbytes, piece.stop * dtype.itemsize),
+                    start * dtype.itemsize,
+                    _stop_byte(record.nbytes, stop * dtype.itemsize),
                     piece.states[name].data_ptr(),
                     owner=piece.slot.tensor,
                 )
             )
         if job.group.record is not None:
             first = layout.byte_offset + piece.start * layout.dtype.itemsize
-            last = layout.byte_offset + round_up(piece.stop * layout.dtype.itemsize)
+            length = round_up((piece.stop - piece.start) * layout.dtype.itemsize)
+            at = job.group.record_offset(region, piece.start)
             job.written = True
             job.writes.append(
                 self._store.write(
-                    job.group.record, first, last, job.image.data_ptr() + first, owner=job.image
+                    job.group.record, at, at + length, job.image.data_ptr() + first, owner=job.image
                 )
             )
 

@@ -57,6 +57,13 @@ class UpdateController:
 
     def after_backward(self, group: ParamGroup) -> None:
         """The running backward has accumulated all it will into ``group``."""
+        if group.sharing.alone:
+            self.complete(group)
+        else:
+            self._runtime.reducer.group_done(group)
+
+    def complete(self, group: ParamGroup) -> None:
+        """The group's gradients of the running backward are there, reduced over all ranks."""
         owner = self.owners.get(group)
         if not self.in_backward or owner is None or group.handles or group.gradient is None:
             self._runtime.gradients.park(group)
@@ -73,6 +80,7 @@ class UpdateController:
         """From here on the group's gradients belong to its pending update."""
         if group.pending is not None:
             self._runtime.gather.apply_pending([group])
+        self._runtime.gather.honour(group)
         self._runtime.gather.settle(group)
         gradient = group.gradient
         assert gradient is not None

@@ -1,0 +1,277 @@
+"""Gradients over several ranks: summed, each rank keeping what it owns.
+
+[Note: reduction] What autograd accumulates on this rank lies in a *partial* buffer of its group, whole.
+When the group is done in a backward that reduces (see [Note: stages], sharing.py), every rank sends each
+other rank that one's shard and adds up its own: in fp32, in rank order, divided by the number of
+ranks, rounded once. So the result does not depend on stage, timing, or the transport. At stage 0 the
+sums are then exchanged, so that all ranks have all of them.
+
+[Note: presence] Which parameters had a gradient may differ from rank to rank (a branch not taken). At
+the end of a backward that reduces, ranks tell each other; a parameter that had one anywhere has one
+everywhere, with zeros from the others. A group whose parameters all had one needs not wait for that.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from tiermem.comm import Exchange, Kind, Message
+from tiermem.errors import BudgetError
+from tiermem.kernels import Kernels
+from tiermem.memory.arena import Arena, Block
+from tiermem.memory.lease import tensor_over
+from tiermem.types import Purpose, format_bytes, round_up
+from tiermem.zero.gradients import GradientStore, GroupGradient, flatten_like
+from tiermem.zero.sharing import share_out
+
+if TYPE_CHECKING:
+    from tiermem.zero.group import ParamGroup, Region, ShardedParam
+    from tiermem.zero.runtime import Runtime
+
+MAX_IN_FLIGHT = 2
+"""Groups whose reduction may be under way while the next one's gradients accumulate."""
+
+
+@dataclass(slots=True, eq=False)
+class _Reduction:
+    group: ParamGroup
+    partial: GroupGradient
+    block: Block
+    received: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # by region, in rank order
+    exchanges: list[Exchange] = field(default_factory=list)
+
+
+class GradientReducer:
+    """See the notes above. Training thread (and autograd's) only."""
+
+    def __init__(
+        self, runtime: Runtime, gradients: GradientStore, arena: Arena, kernels: Kernels
+    ) -> None:
+        self._runtime = runtime
+        self._gradients = gradients
+        self._arena = arena
+        self._kernels = kernels
+        self._in_flight: deque[_Reduction] = deque()
+        self._waiting: list[ParamGroup] = []  # for the end of backward: incomplete here
+        self._begun: set[ParamGroup] = set()  # in this backward
+        self.micro_steps = 0  # backwards since the last step
+        self.unreduced = False  # one of them did not reduce
+        self.syncing = True  # outside of no_sync()
+
+    # ---- accumulation
+
+    @property
+    def reduces_now(self) -> bool:
+        """Whether the running backward reduces."""
+        if not self.syncing:
+            return False
+        declared = self._runtime.config.gradient_accumulation_steps
+        late = self._runtime.config.stage < 2 and declared is not None
+        return not late or self.micro_steps + 1 >= (declared or 1)
+
+    def accumulate(self, param: ShardedParam, gradient: torch.Tensor) -> None:
+        """Adds one parameter's gradient of this rank (its shape, any dtype)."""
+        group = param.group
+        flat = flatten_like(gradient, param.segment.spec.stride)
+        own = self._partial(group)
+        destination = own.param_view(param)
+        again = param.index in own.present
+        if flat.device.type != "cpu":
+            flat = flat.cpu()
+        if again and not own.widened and destination.dtype != torch.float32:
+            destination.add_(flat)  # twice in one backward: in the parameter's precision, as torch does
+        else:
+            self._kernels.accumulate(destination, flat, add=again)
+        own.present.add(param.index)
+
+    def _partial(self, group: ParamGroup) -> GroupGradient:
+        """The group's partial gradients; in fp32 if those of several backwards are added up."""
+        if group.partial is None:
+            wide = not self.reduces_now or self.unreduced
+            own = GroupGradient(group, full=True, widened=wide)
+            own.block = self._allocate(own.nbytes, f"gradients of {group.name!r}")
+            own.tensor, _ = tensor_over(own.block.address, round_up(own.nbytes))
+            group.partial = own
+        return group.partial
+
+    def _allocate(self, nbytes: int, what: str) -> Block:
+        block = self._arena.allocate(nbytes, Purpose.GRADIENT)
+        while block is None and self._in_flight:
+            self._finish(self._in_flight[0])
+            block = self._arena.allocate(nbytes, Purpose.GRADIENT)
+        while block is None and self._gradients.wait_for_release():
+            block = self._arena.allocate(nbytes, Purpose.GRADIENT)
+        if block is None:
+            raise BudgetError(
+                f"{what} need {format_bytes(nbytes)} of host memory before they are reduced, "
+                f"{format_bytes(self._arena.free_bytes)} are free "
+                f"({format_bytes(self._arena.largest_free)} in one piece). Remedy: raise host_memory, "
+                f"or declare gradient_accumulation_steps so that they are planned for"
+            )
+        return block
+
+    def discard(self, group: ParamGroup) -> None:
+        """Forgets what ``group`` has accumulated and not reduced."""
+        own, group.partial = group.partial, None
+        if own is not None and own.block is not None:
+            self._arena.free(own.block)
+
+    # ---- a backward
+
+    def group_done(self, group: ParamGroup) -> None:
+        """The running backward has accumulated all it will into ``group``."""
+        own = group.partial
+        if own is None or not self.reduces_now:
+            return
+        if all(p.index in own.present for p in group.params if p.real.requires_grad):
+            self._begin(group)
+        else:
+            self._waiting.append(group)
+
+    def end_backward(self) -> None:
+        """All groups of a backward are done."""
+        if self.reduces_now:
+            self._reduce_rest()
+        else:
+            self.unreduced = True
+        self.micro_steps += 1
+
+    def flush(self) -> None:
+        """Before gradients are used: reduces what the last backwards have not."""
+        if self.unreduced:
+            self._reduce_rest()
+
+    def stepped(self) -> None:
+        """A step has taken the gradients."""
+        self.micro_steps = 0
+
+    def _reduce_rest(self) -> None:
+        """See [Note: presence]."""
+        groups = [g for g in self._runtime.groups if not g.sharing.alone and g.trainable_numel]
+        if not groups:
+            return
+        present = self._exchange_presence(groups)
+        for group in groups:
+            if group in self._begun or not present[group]:
+                continue
+            own = self._partial(group)
+            for index in present[group] - own.present:
+                own.param_view(group.params[index]).zero_()
+                own.present.add(index)
+            self._begin(group)
+        while self._in_flight:
+            self._finish(self._in_flight[0])
+        self._begun.clear()
+        self._waiting.clear()
+        self.unreduced = False
+
+    def _exchange_presence(self, groups: Iterable[ParamGroup]) -> dict[ParamGroup, set[int]]:
+        """The parameters of each group that had a gradient on any rank."""
+        params = [param for group in groups for param in group.params]
+        comm = params[0].group.sharing.comm
+        mine = torch.tensor(
+            [p.group.partial is not None and p.index in p.group.partial.present for p in params],
+            dtype=torch.uint8,
+        )
+        others = [None if r == comm.rank else torch.empty_like(mine) for r in range(comm.size)]
+        message = Message(Kind.PRESENCE, 0, "which gradients there are")
+        exchange = comm.exchange(message, [None if o is None else mine for o in others], others)
+        exchange.wait()
+        union = mine.clone()
+        for other in others:
+            if other is not None:
+                union |= other
+        result: dict[ParamGroup, set[int]] = {group: set() for group in groups}
+        for param, found in zip(params, union.tolist(), strict=True):
+            if found:
+                result[param.group].add(param.index)
+        return result
+
+    # ---- one group
+
+    def _begin(self, group: ParamGroup) -> None:
+        """Sends and takes shards of the group's partial gradients."""
+        while len(self._in_flight) >= MAX_IN_FLIGHT:
+            self._finish(self._in_flight[0])
+        partial, comm = group.partial, group.sharing.comm
+        assert partial is not None
+        group.partial = None
+        regions = [r for r in group.regions if r.trainable]
+        sizes = [r.shard.numel * partial.dtype(r).itemsize for r in regions]
+        block = self._allocate(sum(sizes) * (comm.size - 1), f"others' gradients of {group.name!r}")
+        reduction = _Reduction(group, partial, block)
+        offset = 0
+        for region, size in zip(regions, sizes, strict=True):
+            whole, numel = partial.region_view(region), region.shard.numel
+            sends: list[torch.Tensor | None] = []
+            receives: list[torch.Tensor | None] = []
+            for rank in range(comm.size):
+                if rank == comm.rank:
+                    sends.append(None)
+                    receives.append(None)
+                    continue
+                sends.append(whole[rank * numel : (rank + 1) * numel])
+                receives.append(tensor_over(block.address + offset, size)[0].view(whole.dtype))
+                offset += size
+            message = Message(Kind.GRADIENTS, region.number, group.name)
+            reduction.exchanges.append(comm.exchange(message, sends, receives))
+            own = whole[comm.rank * numel : (comm.rank + 1) * numel]
+            reduction.received[region.layout.index] = [own if p is None else p for p in receives]
+        self._begun.add(group)
+        self._in_flight.append(reduction)
+
+    def _finish(self, reduction: _Reduction) -> None:
+        """Adds up this rank's shard, into the group's gradients."""
+        self._in_flight.remove(reduction)
+        group, partial = reduction.group, reduction.partial
+        for exchange in reduction.exchanges:
+            exchange.wait_received()
+        self._gradients.open(group)
+        for region in group.regions:
+            if region.trainable:
+                self._add_up(reduction, region)
+        for exchange in reduction.exchanges:
+            exchange.wait()
+        assert partial.block is not None
+        self._arena.free(partial.block)
+        self._arena.free(reduction.block)
+        if group.sharing.stage == 0:
+            self._share_sums(group)
+        self._runtime.updates.complete(group)
+
+    def _add_up(self, reduction: _Reduction, region: Region) -> None:
+        group, parts = reduction.group, reduction.received[region.layout.index]
+        for index in region.layout.params:
+            if index not in reduction.partial.present:
+                continue
+            segment = group.layout.segments[index]
+            mine = region.shard.meet(segment.start, segment.stop)
+            here = slice(mine.start - region.shard.start, mine.stop - region.shard.start)
+            self._gradients.take_reduced(
+                group.params[index], mine, [part[here] for part in parts], 1 / group.sharing.comm.size
+            )
+
+    def _share_sums(self, group: ParamGroup) -> None:
+        own = group.gradient
+        assert own is not None
+        for region in group.regions:
+            if region.trainable:
+                share_out(
+                    group.sharing, Kind.GRADIENTS, region.number, group.name, own.region_view(region)
+                ).wait()
+
+    def close(self) -> None:
+        """Frees every buffer; nothing may be in flight that others still send."""
+        for reduction in self._in_flight:
+            self._arena.free(reduction.block)
+            if reduction.partial.block is not None:
+                self._arena.free(reduction.partial.block)
+        self._in_flight.clear()
+        for group in self._runtime.groups:
+            self.discard(group)
+

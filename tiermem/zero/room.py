@@ -1,0 +1,209 @@
+"""Room in device memory: whose leases are given up for a gather, and what there is to wait for.
+
+[Note: deterministic room] A sharded group that is given up comes back by an exchange with all ranks, so
+all ranks must give up the same ones at the same time, whatever their drives did meanwhile. So what may
+lie in device memory is decided by counting, not by what is free: groups that were used since they were
+gathered (*live*) keep within the budget without the part that is for groups fetched ahead, and a use
+that would exceed it gives up live groups first, chosen by what all ranks know alike (uses, saved
+handles, the use trace). Groups fetched ahead are never given up. Then there is room, perhaps after
+waiting for releases in flight, and perhaps in pieces: then what is idle is moved together.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from tiermem.errors import BudgetError
+from tiermem.memory.lease import Lease, LeasePool
+from tiermem.schedule.prefetch import choose_victim
+from tiermem.types import format_bytes, round_up
+from tiermem.zero.group import ParamGroup, ShardedState
+
+if TYPE_CHECKING:
+    from tiermem.zero.gather import GatherScheduler
+    from tiermem.zero.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE = 50  # looks, 2 ms apart, at views that die in another thread
+
+
+class DeviceRoom:
+    """Finds leases for a `GatherScheduler`. Training thread only."""
+
+    def __init__(self, runtime: Runtime, gather: GatherScheduler) -> None:
+        self._runtime = runtime
+        self._gather = gather
+        self.pool: LeasePool | None = None
+        self.ahead_bytes = 0
+        self.lingering: set[ParamGroup] = set()  # see [Note: held parameters]
+
+    def obtain(self, group: ParamGroup, *, demand: bool) -> Lease | None:
+        """A lease for ``group``; None if there is no room now and it is not on demand. Raises
+        `BudgetError` that names the holders."""
+        if group.sharded:
+            return self._obtain_alike(group, demand=demand)
+        patience = _PATIENCE
+        while True:
+            lease = self._lend(group)
+            if lease is not None:
+                return lease
+            victim = self._victim(group, demand=demand)
+            if victim is not None:
+                self._gather.drop(victim)
+                continue
+            if not demand:
+                return None
+            if self._gather.wait_for_release():
+                continue
+            if patience == 0:
+                raise BudgetError(self._full_message(group))
+            patience -= 1
+            self._wait_for_views(last=patience == 0)
+
+    def _lend(self, group: ParamGroup) -> Lease | None:
+        assert self.pool is not None
+        lease = self.pool.lend(group.nbytes, group.name)
+        if lease is None:
+            self._gather.poll()
+            if self.lingering:
+                self._sweep_lingering()
+            lease = self.pool.lend(group.nbytes, group.name)
+        return lease
+
+    def _wait_for_views(self, *, last: bool) -> None:
+        """A view may be dying in another thread, or in a reference cycle."""
+        if last:
+            gc.collect()
+            self._sweep_lingering(from_dead_code=True)
+        else:
+            time.sleep(0.002)
+
+    def _sweep_lingering(self, *, from_dead_code: bool = False) -> None:
+        for group in list(self.lingering):
+            if group.state is ShardedState.UNSHARDED or group.detach(from_dead_code=from_dead_code):
+                self.lingering.discard(group)
+
+    def _victim(self, wanted: ParamGroup, *, demand: bool) -> ParamGroup | None:
+        distance = self._gather.trace.distance()
+        evictable = {g.index: g for g in self._runtime.groups if g is not wanted and self._idle(g)}
+        limit = -1 if demand else distance.get(wanted.index, -1)
+        index = choose_victim(evictable.keys(), distance, limit)
+        if index is not None:
+            return evictable[index]
+        return self._least_recently_used(wanted) if demand else None
+
+    def _least_recently_used(self, wanted: ParamGroup) -> ParamGroup | None:
+        """A group that the running backward has used and may need again."""
+        for group in self._runtime.backward.least_recently_used():
+            if group is not wanted and group.uses == 0 and group.job is None:
+                self._gather.reshard(group)
+                return group
+        return None
+
+    def _idle(self, group: ParamGroup) -> bool:
+        return (
+            is_idle(group)
+            and not self._runtime.backward.pins(group)
+            and (group.transfer is None or group.transfer.done())
+        )
+
+    # ---- several ranks, see [Note: deterministic room]
+
+    def _obtain_alike(self, group: ParamGroup, *, demand: bool) -> Lease | None:
+        if not demand:
+            return self._lend(group)
+        patience = _PATIENCE
+        moved = False
+        while True:
+            lease = self._lend(group)
+            if lease is not None:
+                return lease
+            if self._gather.wait_for_release():
+                continue
+            if not moved:
+                moved = True
+                self._move_together(group)
+                continue
+            if patience == 0:
+                raise BudgetError(self._full_message(group))
+            patience -= 1
+            self._wait_for_views(last=patience == 0)
+
+    def make_way(self, group: ParamGroup) -> None:
+        """``group`` becomes live: gives up others, so that live groups keep within their part."""
+        while True:
+            live = [g for g in self._runtime.groups if is_live(g) and g is not group]
+            if self._may_live([*live, group]):
+                return
+            distance = self._gather.trace.distance()
+            idle = {g.index: g for g in live if is_idle(g) and not self._runtime.backward.pins(g)}
+            index = choose_victim(idle.keys(), distance)
+            victim = self._least_recently_used(group) if index is None else idle[index]
+            if victim is None:
+                return  # all are in use: what is fetched ahead may leave room all the same
+            self._gather.drop(victim)
+
+    def _may_live(self, groups: list[ParamGroup]) -> bool:
+        plan, most = self._runtime.device_plan, self._runtime.config.max_live_numel
+        assert plan is not None
+        limit_bytes = plan.budget - plan.persistent_bytes - self.ahead_bytes
+        if sum(round_up(g.nbytes) for g in groups) > limit_bytes:
+            return False
+        return most is None or sum(g.numel for g in groups) <= most
+
+    def _move_together(self, wanted: ParamGroup) -> None:
+        """Free memory is in pieces: groups that nobody computes with are lent anew, side by side."""
+        assert self.pool is not None
+        idle = [g for g in self._runtime.groups if g is not wanted and is_idle(g)]
+        logger.info("device memory is in pieces; moving %d groups for %r", len(idle), wanted.name)
+        contents = []
+        for group in idle:
+            self._gather.finish_moves(group)
+            assert group.lease is not None
+            contents.append(group.lease.tensor.clone())
+            self._gather.take_lease(group, None)
+        self._gather.finish_writes()
+        first = self.pool.lend(wanted.nbytes, wanted.name)  # only to see to its place
+        for group, content in zip(idle, contents, strict=True):
+            lease = self.pool.lend(group.nbytes, group.name)
+            if lease is None:
+                raise BudgetError(self._full_message(group))
+            lease.tensor.copy_(content)
+            self._gather.take_lease(group, lease)
+        del first
+
+    def _full_message(self, group: ParamGroup) -> str:
+        assert self.pool is not None
+        holders = sorted(self.pool.holders().items(), key=lambda item: -item[1])
+        named = ", ".join(f"{name} ({format_bytes(size)})" for name, size in holders[:8])
+        budget = self._runtime.device_plan_budget
+        free, piece = self.pool.room()
+        return (
+            f"gathering {group.name!r} needs {format_bytes(group.nbytes)}; device_memory is "
+            f"{format_bytes(budget)} ({budget} bytes) of which {format_bytes(free)} are free "
+            f"({format_bytes(piece)} in one piece), and nothing is being released. Held by: {named}. "
+            f"Remedy: raise device_memory, drop references to parameter views, or gather fewer "
+            f"parameters at once (all units of one checkpointed function are needed together)"
+        )
+
+
+def is_idle(group: ParamGroup, uses: int = 0) -> bool:
+    """Whether nobody computes with the lease of ``group``, but ``uses`` uses that do not count."""
+    return (
+        group.lease is not None
+        and not group.persistent
+        and not group.anchored
+        and group.state is ShardedState.GATHERING
+        and group.uses <= uses
+        and group.job is None
+    )
+
+
+def is_live(group: ParamGroup) -> bool:
+    """See [Note: deterministic room]."""
+    return group.lease is not None and not group.persistent and not group.ahead
+
