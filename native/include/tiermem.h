@@ -114,7 +114,7 @@ int tm_pool_create(uint32_t num_threads, tm_pool **out);
 void tm_pool_free(tm_pool *pool);
 
 enum { TM_ISA_PLAIN = 0, TM_ISA_AVX2 = 1, TM_ISA_AVX512 = 2 };
-enum { TM_FLOAT32 = 0, TM_BFLOAT16 = 1 };
+enum { TM_FLOAT32 = 0, TM_BFLOAT16 = 1, TM_FLOAT16 = 2 };
 
 uint32_t tm_isa_best(void); /* the best this processor and system run */
 
@@ -142,14 +142,27 @@ int tm_adamw_split(tm_pool *pool, uint32_t isa, const tm_adamw *hyper, size_t n,
 int tm_split_master(tm_pool *pool, size_t n, const float *master, uint16_t *hi, int16_t *lo);
 int tm_merge_master(tm_pool *pool, size_t n, const uint16_t *hi, const int16_t *lo, float *master);
 
-/* destination (+)= source, converting; sums the squares of the result in fp64 in the canonical
- * order: blocks of TM_NORM_BLOCK elements from the start of the array; within a block, lane i of
- * 16 sums elements i mod 16 in index order; lanes are added pairwise (8, 4, 2, 1); blocks are
- * added in index order. Independent of isa and threads. sum_squares may be NULL. */
-enum { TM_NORM_BLOCK = 65536 };
-int tm_accumulate(tm_pool *pool, uint32_t isa, size_t n, void *destination,
-                  uint32_t destination_dtype, const void *source, uint32_t source_dtype,
-                  uint32_t add, double *sum_squares);
+/* n elements, any alignment; a part is disjoint from the destination, or is the destination itself
+ * with the same dtype. */
+typedef struct {
+  void *destination;
+  uint32_t destination_dtype;
+  uint32_t part_dtype; /* of all parts */
+  const void *const *parts;
+  uint32_t num_parts;  /* 1 to TM_MAX_PARTS */
+  float scale;
+  uint32_t add;        /* 1: the destination is a summand */
+} tm_reduction;
+
+/* destination = [destination +] scale * (((parts[0] + parts[1]) + parts[2]) + ...), every operation
+ * rounded to fp32, the result to the destination's dtype: nearest even, every NaN of 16 bits the
+ * same one. Sums the squares of the destination in fp64 in the canonical order: blocks of
+ * TM_NORM_BLOCK elements from the start of the array; within a block, lane i of 16 sums elements
+ * i mod 16 in index order; lanes are added pairwise (8, 4, 2, 1); blocks are added in index order.
+ * Independent of isa and threads. sum_squares may be NULL. */
+enum { TM_NORM_BLOCK = 65536, TM_MAX_PARTS = 64 };
+int tm_reduce(tm_pool *pool, uint32_t isa, size_t n, const tm_reduction *reduction,
+              double *sum_squares);
 
 /* cffi-end */
 

@@ -3,12 +3,23 @@
 
 #include "kernels.h"
 
+#if TM_X86
+#include <cpuid.h>
+
+/* Not every compiler's __builtin_cpu_supports knows f16c. */
+static int tm_has_f16c(void) {
+  uint32_t eax, ebx, ecx, edx;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C) != 0;
+}
+#endif
+
 uint32_t tm_isa_best(void) {
 #if TM_X86
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
     return TM_ISA_AVX512;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return TM_ISA_AVX2;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && tm_has_f16c())
+    return TM_ISA_AVX2;
 #endif
   return TM_ISA_PLAIN;
 }

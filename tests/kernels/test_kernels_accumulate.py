@@ -14,11 +14,11 @@ from torch import Tensor
 from tiermem.kernels import Kernels, open_kernels
 from tiermem.kernels.base import NORM_BLOCK_NUMEL, NORM_LANES
 
-FP32, BF16 = torch.float32, torch.bfloat16
+FP32, BF16, FP16 = FLOATS = torch.float32, torch.bfloat16, torch.float16
 COMBINATIONS = [
-    (FP32, FP32, True), (FP32, BF16, True), (FP32, FP32, False), (FP32, BF16, False),
-    (BF16, FP32, False), (BF16, BF16, False),
-]  # fmt: skip
+    *((FP32, source, True) for source in FLOATS),
+    *((destination, source, False) for destination in FLOATS for source in FLOATS),
+]
 LENGTHS = [0, 1, 15, 16, 17, 129, NORM_BLOCK_NUMEL - 1, NORM_BLOCK_NUMEL + 1, 5 * NORM_BLOCK_NUMEL + 37]
 
 
@@ -96,11 +96,11 @@ def test_unaligned_start(opened: dict[str, Kernels], begin: int) -> None:
 
 
 @settings(max_examples=60)
-@given(st.lists(st.floats(width=32, allow_nan=False), max_size=70), st.booleans())
-def test_any_values(opened: dict[str, Kernels], values: list[float], to_bf16: bool) -> None:
+@given(st.lists(st.floats(width=32, allow_nan=False), max_size=70), st.sampled_from(FLOATS))
+def test_any_values(opened: dict[str, Kernels], values: list[float], to: torch.dtype) -> None:
     """Round to nearest even, infinities and denormals included; the sum sees the rounded values."""
     source = torch.tensor(values, dtype=FP32)
-    destination = torch.zeros(source.numel(), dtype=BF16 if to_bf16 else FP32)
+    destination = torch.zeros(source.numel(), dtype=to)
     expected = source.to(destination.dtype)
     for kernels in opened.values():
         norm = kernels.accumulate(destination, source, add=False)
@@ -109,18 +109,19 @@ def test_any_values(opened: dict[str, Kernels], values: list[float], to_bf16: bo
 
 
 def test_nan_and_infinity(opened: dict[str, Kernels]) -> None:
-    """NaNs stay NaNs when rounded (no carry into the sign) and reach the norm."""
+    """NaNs stay NaNs when rounded (no carry into the sign), always the same, and reach the norm."""
     nans = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, -0x7FFFFF], dtype=torch.int32).view(FP32).repeat(9)
     for kernels in opened.values():
         for numel in (36, 35, 3):
-            result = torch.zeros(numel, dtype=BF16)
-            assert numpy.isnan(kernels.accumulate(result, nans[:numel], add=False))
-            assert result.isnan().all()
+            for dtype, code in ((BF16, 0x7FC0), (FP16, 0x7E00)):
+                result = torch.zeros(numel, dtype=dtype)
+                assert numpy.isnan(kernels.accumulate(result, nans[:numel], add=False))
+                assert result.view(torch.int16).tolist() == [code] * numel, kernels.name
         result = torch.ones(20)
         assert kernels.accumulate(result, torch.full((20,), float("inf")), add=True) == float("inf")
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_norm_in_place(opened: dict[str, Kernels], dtype: torch.dtype) -> None:
     values = random(70_003, dtype, 5)
     for kernels in opened.values():

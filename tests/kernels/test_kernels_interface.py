@@ -7,6 +7,7 @@ import torch
 
 from tiermem.errors import ConfigError, StateError
 from tiermem.kernels import AdamWStep, Kernels, available_kernels, open_kernels
+from tiermem.kernels.base import MAX_PARTS
 
 STEP = AdamWStep(1e-3, 0.9, 0.95, 1e-8, 0.1, 1)
 
@@ -27,20 +28,59 @@ def test_bf16_gradient_needs_a_split_master(opened: dict[str, Kernels]) -> None:
             kernels.adamw_fp32(STEP, *(torch.zeros(8) for _ in range(3)), torch.zeros(8).bfloat16())
 
 
-def test_adding_into_bf16_is_refused(opened: dict[str, Kernels]) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_accumulating_into_16_bits_is_refused(opened: dict[str, Kernels], dtype: torch.dtype) -> None:
     for kernels in opened.values():
-        with pytest.raises(ValueError, match=r"destination is torch\.bfloat16"):
-            kernels.accumulate(torch.zeros(8).bfloat16(), torch.zeros(8), add=True)
+        with pytest.raises(ValueError, match=f"destination is {dtype}.*must be torch.float32"):
+            kernels.accumulate(torch.zeros(8, dtype=dtype), torch.zeros(8), add=True)
+        with pytest.raises(ValueError, match=r"source is torch\.float64"):
+            kernels.accumulate(torch.zeros(8), torch.zeros(8).double(), add=True)
 
 
-def test_adding_into_bf16_is_refused_by_the_core() -> None:
+def test_wrong_parts(opened: dict[str, Kernels]) -> None:
+    good, half = torch.zeros(8), torch.zeros(8).half()
+    for kernels in opened.values():
+        for count in (0, MAX_PARTS + 1):
+            with pytest.raises(ValueError, match=f"{count} parts, must be 1 to {MAX_PARTS}"):
+                kernels.reduce(good, [good] * count, 1.0, add=False)
+        with pytest.raises(ValueError, match=r"parts\[1\] is torch\.float16.*must be torch\.float32"):
+            kernels.reduce(torch.zeros(8), [good, half], 1.0, add=False)
+        with pytest.raises(ValueError, match=r"parts\[0\] is torch\.int32"):
+            kernels.reduce(torch.zeros(8), [good.int()], 1.0, add=False)
+        for bad in (torch.zeros(9), torch.zeros(16)[::2], torch.zeros(2, 4)):
+            with pytest.raises(ValueError, match=r"parts\[0\] is .*must be .*\(8,\)"):
+                kernels.reduce(torch.zeros(8), [bad], 1.0, add=False)
+
+
+def test_parts_that_overlap_the_destination(opened: dict[str, Kernels]) -> None:
+    memory = torch.zeros(100)
+    wrong = [memory[1:21], memory[19:39], memory.view(torch.bfloat16)[20:40]]
+    for kernels in opened.values():
+        for part in wrong:
+            with pytest.raises(ValueError, match=r"parts\[1\] .* overlaps destination"):
+                like = torch.zeros(20, dtype=part.dtype)
+                kernels.reduce(memory[10:30], [like, part], 1.0, add=False)
+        kernels.reduce(memory[20:40], [memory[:20], memory[40:60]], 1.0, add=False)
+
+
+def test_core_refuses_wrong_reductions() -> None:
     native = pytest.importorskip("tiermem._native")
     ffi, lib = native.ffi, native.lib
     data = ffi.new("float[16]")
-    arguments = (ffi.NULL, lib.TM_ISA_PLAIN, 8, data, lib.TM_BFLOAT16, data)
-    assert lib.tm_accumulate(*arguments, lib.TM_FLOAT32, 1, ffi.NULL) == -22
-    assert lib.tm_accumulate(*arguments, lib.TM_FLOAT32, 0, ffi.NULL) == 0
-    assert lib.tm_accumulate(*arguments, 7, 0, ffi.NULL) == -22
+    parts = ffi.new("const void *[]", [data] * 2)
+    good = {"destination": data, "parts": parts, "num_parts": 2, "scale": 1.0}
+
+    def result(numel: int = 8, **changes: object) -> int:
+        reduction = ffi.new("tm_reduction *", good | changes)
+        return int(lib.tm_reduce(ffi.NULL, lib.TM_ISA_PLAIN, numel, reduction, ffi.NULL))
+
+    assert result() == 0
+    assert result(0, destination=ffi.NULL) == 0
+    assert result(destination_dtype=7) == result(part_dtype=3) == result(destination=ffi.NULL) == -22
+    assert result(num_parts=0) == result(num_parts=lib.TM_MAX_PARTS + 1) == -22
+    assert result(parts=ffi.NULL) == result(parts=ffi.new("const void *[]", [data, ffi.NULL])) == -22
+    assert lib.tm_reduce(ffi.NULL, 99, 8, ffi.new("tm_reduction *", good), ffi.NULL) == -22
+    assert lib.TM_MAX_PARTS == MAX_PARTS
 
 
 def test_core_applies_decay_only_where_told() -> None:

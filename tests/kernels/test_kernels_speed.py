@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tiermem.kernels import AdamWStep, Kernels
 
@@ -36,3 +37,30 @@ def test_accumulate(benchmark: Any, opened: dict[str, Kernels], name: str) -> No
         opened[name].accumulate, args=(total, grad), kwargs={"add": True}, rounds=3, warmup_rounds=1
     )
     assert norm == NUMEL * float(total[0]) ** 2
+
+
+PARTS = [torch.full((NUMEL,), float(k)).bfloat16() for k in range(4)]
+
+
+def torch_reduce(total: Tensor) -> Tensor:
+    """What torch offers: operation after operation, the norm a pass of its own."""
+    torch.add(PARTS[0].float(), PARTS[1], out=total)
+    total.add_(PARTS[2]).add_(PARTS[3]).mul_(0.25)
+    return torch.linalg.vector_norm(total, dtype=torch.float64)
+
+
+@pytest.mark.benchmark(group="reduce of 4 bf16 parts into fp32, 1 Mi elements")
+@pytest.mark.parametrize("name", ["avx512", "avx2", "plain", "torch", "operations of torch"])
+def test_reduce(benchmark: Any, opened: dict[str, Kernels], name: str) -> None:
+    total = torch.zeros(NUMEL)
+    if name == "operations of torch":
+        norm = benchmark.pedantic(torch_reduce, args=(total,), rounds=3, warmup_rounds=1).square()
+    elif name in opened:
+        arguments, keywords = (total, PARTS, 0.25), {"add": False}
+        norm = benchmark.pedantic(
+            opened[name].reduce, args=arguments, kwargs=keywords, rounds=3, warmup_rounds=1
+        )
+    else:
+        pytest.skip(f"no {name} kernels here")
+    assert torch.equal(total, torch.full((NUMEL,), 1.5))
+    assert float(norm) == pytest.approx(NUMEL * 1.5**2)

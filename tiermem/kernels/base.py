@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
@@ -16,6 +17,9 @@ NORM_LANES = 16
 """The canonical order of a sum of squares (fp64): blocks of ``NORM_BLOCK_NUMEL`` elements from the
 start of the array; within a block lane ``i`` of ``NORM_LANES`` sums the elements ``i mod 16`` in
 index order; lanes are added pairwise (8, 4, 2, 1); blocks are added in index order."""
+
+MAX_PARTS = 64
+"""The most tensors that one :meth:`Kernels.reduce` adds up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +109,18 @@ class Kernels(Protocol):
         """``destination += source`` or ``= source``, converting (round to nearest even).
 
         Returns the sum of squares of the result in the canonical order (:data:`NORM_BLOCK_NUMEL`).
-        fp32 or bf16 each; adding into bf16 is refused. ``destination`` may be ``source``.
+        fp32, bf16 or fp16 each; adding into 16 bits is refused, since repeated it loses most of
+        what is added. ``destination`` may be ``source``.
+        """
+
+    def reduce(self, destination: Tensor, parts: Sequence[Tensor], scale: float, *, add: bool) -> float:
+        """``destination = [destination +] scale * (((parts[0] + parts[1]) + parts[2]) + ...)``.
+
+        1 to :data:`MAX_PARTS` parts of one dtype, each of the destination's length; fp32, bf16 or
+        fp16 each. Every operation is rounded to fp32, ``scale`` too; the result is rounded to the
+        destination's dtype once (nearest even, every NaN of 16 bits the same one). Returns the sum
+        of squares of the new destination in the canonical order. A part may be the destination
+        itself with the same dtype; other overlaps raise ``ValueError``.
         """
 
     def close(self) -> None:
@@ -119,3 +134,19 @@ class Kernels(Protocol):
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None: ...
+
+
+def require_parts(destination: Tensor, parts: Sequence[Tensor]) -> None:
+    """Refuses a wrong number of parts, and parts that would change while they are read."""
+    if not 1 <= len(parts) <= MAX_PARTS:
+        raise ValueError(f"{len(parts)} parts, must be 1 to {MAX_PARTS}; add more up in several calls")
+    begin, end = destination.data_ptr(), destination.data_ptr() + destination.nbytes
+    for index, part in enumerate(parts):
+        address = part.data_ptr()
+        if address == begin and part.dtype == destination.dtype:
+            continue
+        if address < end and begin < address + part.nbytes:
+            raise ValueError(
+                f"parts[{index}] ({part.dtype} at {address:#x}) overlaps destination "
+                f"({destination.dtype} at {begin:#x}), must be apart from it, or the same tensor"
+            )

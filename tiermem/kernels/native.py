@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import torch
 
 from tiermem._native import ffi, lib
 from tiermem.errors import StateError
-from tiermem.kernels.base import AdamWStep
+from tiermem.kernels.base import AdamWStep, require_parts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,10 +23,15 @@ _ISAS: dict[str, int] = {
     "avx2": lib.TM_ISA_AVX2,
     "plain": lib.TM_ISA_PLAIN,
 }
-_FLOATS: dict[torch.dtype, int] = {torch.float32: lib.TM_FLOAT32, torch.bfloat16: lib.TM_BFLOAT16}
+_FLOATS: dict[torch.dtype, int] = {
+    torch.float32: lib.TM_FLOAT32,
+    torch.bfloat16: lib.TM_BFLOAT16,
+    torch.float16: lib.TM_FLOAT16,
+}
 _POINTERS: dict[torch.dtype, Any] = {
     torch.float32: ffi.typeof("float *"),
     torch.bfloat16: ffi.typeof("uint16_t *"),
+    torch.float16: ffi.typeof("uint16_t *"),
     torch.int16: ffi.typeof("int16_t *"),
 }
 
@@ -78,7 +84,7 @@ class NativeKernels:
             _pointer("lo", lo, numel, torch.int16),
             _pointer("exp_avg", exp_avg, numel, torch.float32),
             _pointer("exp_avg_sq", exp_avg_sq, numel, torch.float32),
-            _pointer("grad", grad, numel, *_FLOATS),
+            _pointer("grad", grad, numel, torch.float32, torch.bfloat16),
         )
         error = lib.tm_adamw_split(
             self._open_pool(), self._isa, _hyper(hyper), numel, *pointers, _FLOATS[grad.dtype]
@@ -104,15 +110,26 @@ class NativeKernels:
         _check(lib.tm_merge_master(self._open_pool(), numel, *pointers), "merge_master")
 
     def accumulate(self, destination: Tensor, source: Tensor, *, add: bool) -> float:
+        if add:
+            _pointer("destination", destination, destination.numel(), torch.float32)
+        _pointer("source", source, destination.numel(), *_FLOATS)
+        return self.reduce(destination, (source,), 1.0, add=add)
+
+    def reduce(self, destination: Tensor, parts: Sequence[Tensor], scale: float, *, add: bool) -> float:
         numel = destination.numel()
-        to = _pointer("destination", destination, numel, *((torch.float32,) if add else _FLOATS))
-        what = _pointer("source", source, numel, *_FLOATS)
+        to = _pointer("destination", destination, numel, *_FLOATS)
+        require_parts(destination, parts)
+        dtype = parts[0].dtype
+        accepted = (dtype,) if dtype in _FLOATS else tuple(_FLOATS)
+        pointers = [_pointer(f"parts[{k}]", part, numel, *accepted) for k, part in enumerate(parts)]
+        # cffi keeps nothing alive that a struct points to: the list must outlive the call.
+        array = ffi.new("const void *[]", pointers)
+        reduction = ffi.new(
+            "tm_reduction *",
+            (to, _FLOATS[destination.dtype], _FLOATS[dtype], array, len(parts), scale, add),
+        )
         out = ffi.new("double *")
-        error = lib.tm_accumulate(
-            self._open_pool(), self._isa, numel, to, _FLOATS[destination.dtype], what,
-            _FLOATS[source.dtype], add, out,
-        )  # fmt: skip
-        _check(error, "accumulate")
+        _check(lib.tm_reduce(self._open_pool(), self._isa, numel, reduction, out), "reduce")
         return float(out[0])
 
     def close(self) -> None:

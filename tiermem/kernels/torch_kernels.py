@@ -7,14 +7,14 @@ one rounding on all devices (see :func:`_fma`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
 
 from tiermem.errors import StateError
-from tiermem.kernels.base import NORM_BLOCK_NUMEL, NORM_LANES, AdamWStep
+from tiermem.kernels.base import NORM_BLOCK_NUMEL, NORM_LANES, AdamWStep, require_parts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 _CHUNK_NUMEL = 4 * NORM_BLOCK_NUMEL
 """Elements worked on at a time. Bounds the temporaries: about 16 of 8 bytes each, 32 MiB."""
 
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
 _FLOAT_NAN_BITS = 0x7FC00000
+_HALF_NAN_BITS = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
 
 
 class TorchKernels:
@@ -94,16 +97,31 @@ class TorchKernels:
 
     def accumulate(self, destination: Tensor, source: Tensor, *, add: bool) -> float:
         numel = self._begin("destination", destination)
-        _require("destination", destination, numel, torch.float32, *(() if add else (torch.bfloat16,)))
-        _require("source", source, numel, torch.float32, torch.bfloat16)
+        if add:
+            _require("destination", destination, numel, torch.float32)
+        _require("source", source, numel, *_FLOATS)
+        return self.reduce(destination, (source,), 1.0, add=add)
+
+    def reduce(self, destination: Tensor, parts: Sequence[Tensor], scale: float, *, add: bool) -> float:
+        numel = self._begin("destination", destination)
+        _require("destination", destination, numel, *_FLOATS)
+        require_parts(destination, parts)
+        dtype = parts[0].dtype
+        for k, part in enumerate(parts):
+            _require(f"parts[{k}]", part, numel, *((dtype,) if dtype in _FLOATS else _FLOATS))
         total = 0.0
         with torch.no_grad():
-            for part in _chunks(numel):
+            # As a tensor, and so in fp32: torch is free to use a Python number in double.
+            factor = torch.tensor(scale, dtype=torch.float32, device=destination.device)
+            for chunk in _chunks(numel):
+                value = parts[0][chunk].float()
+                for part in parts[1:]:
+                    value = value + part[chunk].float()
+                value = value * factor
                 if add:
-                    destination[part] += source[part].float()
-                else:
-                    destination[part] = source[part]
-                for block in _block_sums(destination[part].double()):
+                    value = destination[chunk].float() + value
+                _store(value, destination[chunk])
+                for block in _block_sums(destination[chunk].double()):
                     total += block
         return total
 
@@ -190,6 +208,13 @@ def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     outward = (error > 0) == (total > 0)
     bits += inexact_even * torch.where(outward, 1, -1)
     return total.float()
+
+
+def _store(value: Tensor, out: Tensor) -> None:
+    """fp32 to any dtype, to nearest even; which NaN torch writes depends on the code that it runs."""
+    out.copy_(value)
+    if out.dtype in _HALF_NAN_BITS:
+        out.view(torch.int16).masked_fill_(value.isnan(), _HALF_NAN_BITS[out.dtype])
 
 
 def _split(master: Tensor, hi: Tensor, lo: Tensor) -> None:
