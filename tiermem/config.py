@@ -58,7 +58,12 @@ class IOConfig(_Strict):
 class TierConfig(_Strict):
     """The configuration of one `Runtime`."""
 
-    params: Placement = Default("host", description="where sharded parameters live")
+    stage: Literal[0, 1, 2, 3] = Default(
+        3, description="what is sharded over ranks: nothing, states, also gradients, also parameters"
+    )
+    params: Placement = Default(
+        "host", description="where sharded parameters live; stages 0 to 2 keep them on the device"
+    )
     optimizer: Placement = Default("host", description="where optimizer states live")
     paths: tuple[Path, ...] = Default((), description="existing directories, one per drive")
     path_weights: tuple[float, ...] | None = Default(
@@ -91,6 +96,15 @@ class TierConfig(_Strict):
     poison_released: bool = Default(
         False, description="debugging: fill released gather buffers with NaN"
     )
+    max_live_numel: int | None = Default(
+        None, ge=0, description="parameters gathered from other ranks at a time; default: the budget's"
+    )
+    max_reuse_numel: int | None = Default(
+        None,
+        ge=0,
+        description="keep gathered parameters if they are used again within so many elements; "
+        "default: while there is room",
+    )
     pin_memory: bool = Default(
         True, description="lock host memory, and register it with io_uring, where the limit allows"
     )
@@ -109,8 +123,21 @@ class TierConfig(_Strict):
         """torch's own names are understood, without importing torch."""
         return {"torch.bfloat16": "bf16", "torch.float32": "fp32"}.get(str(value), value)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_on_device(cls, values: Any) -> Any:
+        """Stages below 3 keep parameters on the device, if nothing else is said."""
+        if isinstance(values, Mapping) and "params" not in values and values.get("stage") in (0, 1, 2):
+            return {**values, "params": "device"}
+        return values
+
     @model_validator(mode="after")
     def _consistent(self) -> TierConfig:
+        if self.stage < 3 and self.params != "device":
+            raise ValueError(
+                f"stage {self.stage} keeps parameters whole on the device, params is {self.params!r}; "
+                f"leave params out, or use stage 3, which shards them"
+            )
         nvme = [key for key in ("params", "optimizer") if getattr(self, key) == "nvme"]
         if nvme and not self.paths:
             raise ValueError(f"{' and '.join(nvme)}: 'nvme' needs at least one directory in 'paths'")

@@ -17,6 +17,7 @@ def size_of(numel: int, trainable: bool, persistent: bool) -> GroupSize:
     count = numel if trainable else 0
     return GroupSize(
         param_bytes=round_up(numel * 2),
+        record_bytes=round_up(numel * 2),
         trainable_numel=count,
         state_bytes=round_up(count * 4) * 2 + round_up(count * 2),
         grad_bytes=round_up(count * 2),

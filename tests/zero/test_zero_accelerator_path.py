@@ -15,8 +15,8 @@ from tiermem.zero.runtime import Runtime
 
 def open_as_if_on_an_accelerator(self: Runtime, plan) -> None:
     self.device_plan = plan
-    self.gather.pool = AcceleratorPool(torch.device("cpu"), self.ledger, plan.budget)
-    self.gather.ahead_bytes = plan.ahead_bytes
+    self.gather.room.pool = AcceleratorPool(torch.device("cpu"), self.ledger, plan.budget)
+    self.gather.room.ahead_bytes = plan.ahead_bytes
 
 
 @pytest.mark.parametrize("mode", ["deferred", "backward"])

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
+from tiermem.comm import Communicator
 from tiermem.errors import ConfigError, StateError
 from tiermem.kernels import AdamWStep, Kernels
 from tiermem.optim.options import OptionIndex, check_options
@@ -165,6 +166,7 @@ class AdamW(torch.optim.Optimizer):
         runtime.backward.forget_stale()
         runtime.check_usable()
         updates = runtime.updates
+        runtime.reducer.flush()
         if updates.in_backward:
             self._check_unchanged()
         for group in self._groups():
@@ -174,9 +176,10 @@ class AdamW(torch.optim.Optimizer):
             if group.gradient is not None and group.gradient.present:
                 updates.freeze(group, self)
         updates.stepped(self)
+        runtime.reducer.stepped()
         self._frozen_scalars.clear()
         runtime.forward.pass_over = True
-        runtime.gather.prefetch()
+        runtime.gather.prefetch(next_pass=True)
 
     @property
     def rule(self) -> AdamWRule:
@@ -240,6 +243,7 @@ class AdamW(torch.optim.Optimizer):
         self._rt.updates.check_discard(self)
         for group in self._groups():
             self._rt.gradients.discard(group)
+            self._rt.reducer.discard(group)
             for param in group.params:
                 param.real.grad = None
 
@@ -268,15 +272,25 @@ class AdamW(torch.optim.Optimizer):
         return torch.tensor(norm, dtype=torch.float64)
 
     def grad_norm(self) -> float:
-        """The 2-norm over all gradients that the next ``step()`` would use."""
-        squares = [
-            group.gradient.sum_squares[param.index] * group.gradient.scale**2
-            for group in self._groups()
-            if group.gradient is not None
-            for param in group.params
-            if param.index in group.gradient.present and self._options_of(param) is not None
-        ]
-        return math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else sum(squares)
+        """The 2-norm over all gradients that the next ``step()`` would use; over several ranks one
+        exchange of a number for each communicator."""
+        self._rt.reducer.flush()
+        squares: dict[Communicator, list[float]] = {}
+        for group in self._groups():
+            own = group.gradient
+            mine = squares.setdefault(group.sharing.comm, [])
+            mine += [
+                own.sum_squares[param.index] * own.scale**2
+                for param in (group.params if own is not None else ())
+                if own is not None and param.index in own.present
+                if self._options_of(param) is not None
+            ]
+        sums = []
+        for comm, values in squares.items():
+            mine_sum = _sum(values)
+            every = comm.gather_values("gradient norm", [mine_sum]) if comm.size > 1 else [(mine_sum,)]
+            sums.append(_sum([row[0] for row in every]))
+        return math.sqrt(_sum(sums)) if math.isfinite(_sum(sums)) else _sum(sums)
 
     # ---- state
 
@@ -382,6 +396,11 @@ class AdamW(torch.optim.Optimizer):
         if saved is not None and "master" in saved and Field.MASTER_LO in region.states:
             set_full_master(param.placeholder, saved["master"])
         param.steps = int(saved["step"]) if saved is not None else 0
+
+
+def _sum(values: Sequence[float]) -> float:
+    """Rounded once, in any order; not finite if one is not."""
+    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
 
 
 def _flat(value: torch.Tensor, param: ShardedParam) -> torch.Tensor:

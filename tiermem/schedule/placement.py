@@ -26,7 +26,8 @@ PREFERRED_STAGING = 3
 class GroupSize:
     """What one group costs. ``persistent`` groups never leave the device."""
 
-    param_bytes: int
+    param_bytes: int  # gathered
+    record_bytes: int  # of its parameters that this rank keeps between uses
     trainable_numel: int
     state_bytes: int  # optimizer states of the whole group
     grad_bytes: int  # gradients as they are kept between backward and update
@@ -160,7 +161,7 @@ def _fixed_bytes(groups: Sequence[GroupSize], request: HostRequest) -> int:
             total += group.state_bytes if request.optimizer is not Tier.DEVICE else 0
             continue
         if request.params is Tier.HOST:
-            total += group.param_bytes
+            total += group.record_bytes
         if request.optimizer is Tier.HOST:
             total += group.state_bytes
     return total
@@ -204,7 +205,7 @@ def _with_residents(
     param_fraction = state_fraction = 0.0
     kept = set(plan.kept_gradients)
     if request.params is Tier.NVME:
-        total = sum(g.param_bytes for _, g in streams)
+        total = sum(g.record_bytes for _, g in streams)
         param_fraction = _share(free, total)
         free -= int(total * param_fraction)
     if request.keep_gradients and request.spill_allowed:

@@ -12,6 +12,7 @@ from tiermem.types import Field
 from tiermem.zero.gradients import flatten_like
 from tiermem.zero.group import ParamGroup, ShardedParam
 from tiermem.zero.placeholder import Placeholder
+from tiermem.zero.states import collect
 
 
 def _handle(param: torch.Tensor) -> ShardedParam:
@@ -99,14 +100,19 @@ def full_grad(param: torch.Tensor) -> torch.Tensor | None:
     """A copy of the gradient accumulated so far that no ``step()`` has taken; None if there is
     none. Its dtype is the parameter's, or fp32 after a second micro-step."""
     handle = _handle(param)
-    own = handle.group.gradient
-    if own is None or handle.index not in own.present:
-        return None
-    gradients = handle.group.runtime.gradients
-    with handle.group.runtime.interrupts:
-        gradients.bring_in(own)
-        flat = own.param_view(handle).clone()
+    runtime, region = handle.group.runtime, handle.group.regions[handle.segment.region]
+    with runtime.interrupts:
+        runtime.reducer.flush()
+        own = handle.group.gradient
+        if own is None or handle.index not in own.present:
+            return None
+        runtime.gradients.bring_in(own)
+        held = own.held(handle)
+        flat = torch.empty(handle.spec.numel, dtype=own.dtype(region))
+        flat[held.start : held.stop] = own.param_view(handle)
         if own.scale != 1.0:
             flat *= own.scale
-        gradients.park(handle.group)
+        runtime.gradients.park(handle.group)
+        if region.owned.numel < region.layout.numel:
+            collect(handle, flat)
     return flat.as_strided(handle.spec.shape, handle.spec.stride)

@@ -8,7 +8,7 @@ from tiermem.errors import StateError
 from tiermem.schedule.placement import plan_host
 from tiermem.types import round_up
 from tiermem.zero.group import ParamGroup
-from tiermem.zero.plan import existing_size, host_request, slot_itemsizes
+from tiermem.zero.plan import existing_size, host_request, reduce_bytes, slot_itemsizes
 from tiermem.zero.runtime import Runtime
 from tiermem.zero.shard import add_state
 from tiermem.zero.update import UpdateRule
@@ -55,7 +55,8 @@ def _divide(runtime: Runtime, rule: UpdateRule, groups: Sequence[ParamGroup]) ->
             total=runtime.host.nbytes,
             free=runtime.host.free_bytes,
             transfer_bytes=runtime.transfer_groups
-            * max((round_up(group.nbytes) for group in runtime.groups), default=0),
+            * max((round_up(group.nbytes) for group in runtime.groups), default=0)
+            + reduce_bytes([(group.sharing, group.layout) for group in runtime.groups], config),
             params_paid=True,
         ),
     )

@@ -121,7 +121,7 @@ class GatherScheduler:
                 self.prefetch_hits += 1
             else:
                 self.prefetch_misses += 1
-        if group.sharded and group.ahead:
+        if group.sharded and (group.lease is None or group.ahead):
             self.room.make_way(group)
         self.gather(group, demand=True)
         group.ahead = False

@@ -13,11 +13,12 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from tiermem.comm import Kind, Message
 from tiermem.errors import StateError
 from tiermem.memory.arena import Block
 from tiermem.memory.lease import tensor_over
 from tiermem.memory.trim import return_freed_memory
-from tiermem.types import Field, Purpose
+from tiermem.types import Field, Purpose, round_up
 from tiermem.zero.gradients import flatten_like
 from tiermem.zero.group import ParamGroup, Region, ShardedParam, absent
 from tiermem.zero.placeholder import Placeholder
@@ -167,6 +168,7 @@ class Filler:
             with self._runtime.interrupts:
                 self._adopt()
                 self._reals.clear()
+                self._agree()
                 for group in self._groups:
                     self._runtime.gather.close_fill(group, self._images.pop(group))
                 self._write_remainders()
@@ -221,7 +223,7 @@ class Filler:
     def _remainder(self, group: ParamGroup, region: Region) -> torch.Tensor:
         key = (group, region.layout.index)
         if key not in self._remainders:
-            nbytes = region.states[Field.MASTER_LO].record.nbytes
+            nbytes = round_up(region.layout.numel * 2)
             block = self._runtime.host.allocate(nbytes, Purpose.STAGING)
             if block is None:
                 raise StateError("host memory is in use; shard models before optimizers are made")
@@ -246,11 +248,27 @@ class Filler:
                     slot.module._parameters[slot.name] = sharded.placeholder
                 group.params.append(sharded)
 
+    def _agree(self) -> None:
+        """The first rank's values on all ranks."""
+        for group in self._groups:
+            comm = group.sharing.comm
+            if group.sharing.alone:
+                continue
+            fields = [
+                self._remainder(group, region)
+                for region in group.regions
+                if Field.MASTER_LO in region.states
+            ]
+            for tensor in (self._images[group], *fields):
+                first = [tensor if comm.rank == 0 else None for _ in range(comm.size)]
+                others = [tensor if rank == 0 and comm.rank else None for rank in range(comm.size)]
+                message = Message(Kind.SETUP, group.regions[0].number, group.name)
+                comm.exchange(message, first, others).wait()
+
     def _write_remainders(self) -> None:
         for (group, index), tensor in self._remainders.items():
             region = group.regions[index]
             state = region.states[Field.MASTER_LO]
-            state.store.write(
-                state.record, 0, state.record.nbytes, tensor.data_ptr(), owner=tensor
-            ).wait()
+            own = tensor[region.owned.start : region.owned.stop]
+            state.store.write(state.record, 0, state.record.nbytes, own.data_ptr(), owner=tensor).wait()
             region.initialised.add(Field.MASTER_LO)

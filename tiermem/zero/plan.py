@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tiermem.comm import Communicator
 from tiermem.config import TierConfig
 from tiermem.schedule.placement import (
     DevicePlan,
@@ -19,6 +20,8 @@ from tiermem.schedule.placement import (
 from tiermem.types import Tier, round_up
 from tiermem.zero.group import ParamGroup
 from tiermem.zero.layout import GroupLayout, ParamSpec, RegionLayout, dense_stride, plan_layout
+from tiermem.zero.reduce import MAX_IN_FLIGHT
+from tiermem.zero.sharing import Sharing
 from tiermem.zero.wrap import PlannedParam, PlannedUnit
 
 _COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -34,6 +37,7 @@ class PlannedGroup:
     name: str
     params: list[PlannedParam]
     layout: GroupLayout
+    sharing: Sharing
     small: bool
     stays: bool
     anchored: bool
@@ -46,7 +50,9 @@ def target_dtype(param: torch.Tensor, config: TierConfig) -> torch.dtype:
     return param.dtype if param.dtype.itemsize < 2 else _COMPUTE[config.compute_dtype]
 
 
-def plan_groups(units: Sequence[PlannedUnit], config: TierConfig) -> list[PlannedGroup]:
+def plan_groups(
+    units: Sequence[PlannedUnit], config: TierConfig, comm: Communicator
+) -> list[PlannedGroup]:
     """Each unit's parameters as one group, and a second one for its small parameters."""
     result = []
     enclosing = {outer for unit in units for outer in unit.enclosing}
@@ -58,12 +64,15 @@ def plan_groups(units: Sequence[PlannedUnit], config: TierConfig) -> list[Planne
         for params, is_small in ((large, False), (small, True)):
             if not params:
                 continue
-            layout = plan_layout([_spec(p, config) for p in params])
+            layout = plan_layout([_spec(p, config) for p in params], comm.size)
             suffix = " (persistent)" if is_small else ""
             stays = is_small or config.params == "device"
             anchored = index in enclosing and not stays
+            sharing = Sharing(comm, config.stage, stays)
             result.append(
-                PlannedGroup(index, unit.name + suffix, params, layout, is_small, stays, anchored)
+                PlannedGroup(
+                    index, unit.name + suffix, params, layout, sharing, is_small, stays, anchored
+                )
             )
     return result
 
@@ -82,25 +91,31 @@ def state_itemsize(dtype: torch.dtype) -> int:
 
 
 def group_size(
-    layout: GroupLayout, trainable: Sequence[RegionLayout], config: TierConfig, *, small: bool
+    layout: GroupLayout,
+    trainable: Sequence[RegionLayout],
+    config: TierConfig,
+    sharing: Sharing,
+    *,
+    small: bool,
 ) -> GroupSize:
     """What the host budget has to know of one group with these trainable regions."""
-    narrow = sum(round_up(r.nbytes) for r in trainable)
-    wide = sum(round_up(r.numel * 4) for r in trainable)
+    owned = [(sharing.owned(r).numel, r.dtype) for r in trainable]
+    narrow = sum(round_up(numel * dtype.itemsize) for numel, dtype in owned)
+    wide = sum(round_up(numel * 4) for numel, _ in owned)
     declared = config.gradient_accumulation_steps
     once = config.effective_update == "backward" or declared == 1
     return GroupSize(
         param_bytes=layout.nbytes,
-        trainable_numel=sum(r.numel for r in trainable),
-        state_bytes=sum(round_up(r.numel * 4) * 2 + round_up(_remainder_bytes(r)) for r in trainable),
+        record_bytes=sum(part.nbytes for part in sharing.record_parts(layout)),
+        trainable_numel=sum(numel for numel, _ in owned),
+        state_bytes=sum(
+            round_up(numel * 4) * 2 + (round_up(numel * 2) if dtype == torch.bfloat16 else 0)
+            for numel, dtype in owned
+        ),
         grad_bytes=wide if (declared or 1) > 1 else narrow,
         staged_bytes=narrow if once else wide,
         persistent=small,
     )
-
-
-def _remainder_bytes(region: RegionLayout) -> int:
-    return region.numel * 2 if region.dtype == torch.bfloat16 else 0
 
 
 def host_request(
@@ -155,11 +170,14 @@ def plan_for_shard(
     """Both budgets, as if AdamW came for everything trainable. ``transfer_groups`` of the largest
     size may be on their way to an accelerator. Raises `BudgetError`."""
     sizes = [
-        group_size(g.layout, [r for r in g.layout.regions if r.trainable], config, small=g.small)
+        group_size(
+            g.layout, [r for r in g.layout.regions if r.trainable], config, g.sharing, small=g.small
+        )
         for g in groups
     ]
     itemsizes = slot_itemsizes([r for g in groups for r in g.layout.regions if r.trainable], config)
     transfer = transfer_groups * max((round_up(g.layout.nbytes) for g in groups), default=0)
+    transfer += reduce_bytes([(g.sharing, g.layout) for g in groups], config)
     request = host_request(config, itemsizes, total=total, free=free, transfer_bytes=transfer)
     host = plan_host(sizes, request)
     held = [replace(size, persistent=group.stays) for group, size in zip(groups, sizes, strict=True)]
@@ -180,9 +198,9 @@ def nvme_bytes(groups: Sequence[PlannedGroup], config: TierConfig, host: HostPla
     total = 0.0
     for index, group in enumerate(groups):
         trainable = [r for r in group.layout.regions if r.trainable]
-        size = group_size(group.layout, trainable, config, small=group.small)
+        size = group_size(group.layout, trainable, config, group.sharing, small=group.small)
         if config.params == "nvme" and not group.stays:
-            total += size.param_bytes * (1 - host.param_fraction)
+            total += size.record_bytes * (1 - host.param_fraction)
         if config.optimizer == "nvme" and not group.small:
             total += size.state_bytes * (1 - host.state_fraction)
         spills = config.effective_update == "deferred" and bool(host.num_staging)
@@ -198,15 +216,33 @@ def _working_bytes(groups: Sequence[PlannedGroup]) -> int:
     return anchored + max((round_up(g.layout.nbytes) for g in moving if not g.anchored), default=0)
 
 
+def reduce_bytes(groups: Iterable[tuple[Sharing, GroupLayout]], config: TierConfig) -> int:
+    """Host memory for gradients on their way to the ranks that own them; see reduce.py."""
+    largest, total = 0, 0
+    for sharing, layout in groups:
+        if sharing.alone:
+            continue
+        wide = (config.gradient_accumulation_steps or 1) > 1 and sharing.stage < 2
+        full = sum(round_up(r.numel * (4 if wide else r.dtype.itemsize)) for r in layout.regions)
+        total += full
+        largest = max(largest, full)
+    if not largest:
+        return 0
+    in_flight = MAX_IN_FLIGHT + 1
+    late = config.stage < 2 and (config.gradient_accumulation_steps or 1) > 1
+    return (total if late else min(total, in_flight * largest)) + MAX_IN_FLIGHT * largest
+
+
 def existing_size(group: ParamGroup, config: TierConfig) -> GroupSize:
     """What an existing group still has to be given: states that have records are paid already."""
     trainable = [region.layout for region in group.regions if region.trainable]
-    size = group_size(group.layout, trainable, config, small=group.small)
+    size = group_size(group.layout, trainable, config, group.sharing, small=group.small)
     paid = sum(round_up(s.record.nbytes) for region in group.regions for s in region.states.values())
     attached = group in group.runtime.updates.owners  # then its own gradient buffer is paid too
     return replace(
         size,
         param_bytes=0,
+        record_bytes=0,
         state_bytes=max(0, size.state_bytes - paid),
         grad_bytes=0 if attached else size.grad_bytes,
     )

@@ -274,4 +274,3 @@ class GradientReducer:
         self._in_flight.clear()
         for group in self._runtime.groups:
             self.discard(group)
-

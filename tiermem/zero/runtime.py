@@ -13,7 +13,10 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch import distributed as dist
+from torch.distributed import ProcessGroup
 
+from tiermem.comm import Communicator, open_communicator, single
 from tiermem.config import TierConfig, load_config
 from tiermem.errors import ConfigError, StateError, TierIOError
 from tiermem.io import open_engine
@@ -36,6 +39,7 @@ from tiermem.zero.gradients import GradientStore
 from tiermem.zero.group import ParamGroup, ShardedParam
 from tiermem.zero.interrupts import Deferral
 from tiermem.zero.placeholder import Placeholder
+from tiermem.zero.reduce import GradientReducer
 from tiermem.zero.states import StateAccess
 from tiermem.zero.stats import RuntimeStats, collect
 from tiermem.zero.update import UpdatePipeline
@@ -57,9 +61,11 @@ class Runtime:
 
     def __init__(self, config: TierConfig | Mapping[str, Any] | str | Path) -> None:
         self.config = load_config(config)
+        self._communicators: dict[ProcessGroup | None, Communicator] = {}
         self._torn: str | None = None
         self.interrupts = Deferral(self.mark_torn)
         self._closed = False
+        self._failed = False  # an exception ended the block; others have been told
         self._pid = os.getpid()
         self.device = _device(self.config)
         threshold = self.config.malloc_mmap_threshold
@@ -107,6 +113,7 @@ class Runtime:
         self.forward = ForwardTracker(self)
         self.backward = BackwardTracker(self)
         self.updates = UpdateController(self, in_backward=self.config.effective_update == "backward")
+        self.reducer = GradientReducer(self, self.gradients, self.host, self.kernels)
         self.pipeline.gradients = self.gradients
         self.gradients.wait_for_release = self.gather.wait_for_release
         self._num_regions = 0
@@ -137,6 +144,20 @@ class Runtime:
             pool = AcceleratorPool(self.device, self.ledger, plan.budget)
         self.gather.room.pool = pool
         self.gather.room.ahead_bytes = plan.ahead_bytes
+
+    def communicator(self, group: ProcessGroup | None) -> Communicator:
+        """The communicator of this runtime among the ranks of ``group`` (None: of the default group,
+        or this process alone). All of its ranks make it together, the first time."""
+        if group is None and not (dist.is_available() and dist.is_initialized()):
+            return single()
+        if group not in self._communicators:
+            self._communicators[group] = open_communicator(group)
+        return self._communicators[group]
+
+    @property
+    def communicators(self) -> list[Communicator]:
+        """Those made so far; none for a process alone."""
+        return list(self._communicators.values())
 
     def next_region_number(self) -> int:
         """Numbers regions in the order in which they are made, alike on all ranks."""
@@ -173,6 +194,8 @@ class Runtime:
                 "this process was forked from the one that owns the runtime. Remedy: use 'spawn', or "
                 "keep sharded models out of worker processes"
             )
+        for communicator in self._communicators.values():
+            communicator.check()
         if self._torn is not None:
             self.store.raise_failed()  # once, with where it happened; StateError from then on
             raise StateError(self._torn)
@@ -231,12 +254,17 @@ class Runtime:
 
     def _close(self) -> None:
         errors: list[Exception] = []
-        if not self.torn:
+        if not self.torn and not self._failed:
             self._attempt(self.drain, errors)
+        for error in errors:
+            self._tell_others(error)
         self._closed = True
         self._attempt(self.forward.close, errors)
+        for communicator in self._communicators.values():
+            communicator.close(failed=bool(errors) or self.torn or self._failed)
         self.gather.close(errors.append)
         self._attempt(self.pipeline.close, errors)
+        self._attempt(self.reducer.close, errors)
         self._attempt(self.gradients.close, errors)
         if self.device_store is not None:
             self._attempt(self.device_store.close, errors)
@@ -271,12 +299,19 @@ class Runtime:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if error is not None and self._communicators:
+            self._failed = True  # what is pending cannot be applied without the others
+            self._tell_others(error)
         try:
             self.close()
         except Exception as close_error:
             if error is None:
                 raise
             logger.error("closing the runtime failed too: %s", close_error)
+
+    def _tell_others(self, error: BaseException) -> None:
+        for communicator in self._communicators.values():
+            communicator.fail(error)
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True) and os.getpid() == self._pid:

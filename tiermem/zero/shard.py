@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from tiermem.errors import BudgetError, StateError
 from tiermem.schedule.placement import DevicePlan
@@ -14,7 +16,7 @@ from tiermem.store.records import Record, RecordSpec
 from tiermem.store.store import TieredStore
 from tiermem.types import Field, Tier, format_bytes, round_up
 from tiermem.zero.forward import Unit
-from tiermem.zero.group import ParamGroup, Region, StateRecord
+from tiermem.zero.group import GroupTraits, ParamGroup, Region, StateRecord
 from tiermem.zero.guards import install_guards
 from tiermem.zero.materialize import Filler, Init, find_initialiser, materialise_buffers
 from tiermem.zero.plan import PlannedGroup, nvme_bytes, plan_for_shard, plan_groups
@@ -24,7 +26,12 @@ from tiermem.zero.wrap import PlannedUnit, Wrap, plan_units
 
 
 def shard(
-    model: nn.Module, runtime: Runtime, *, wrap: Wrap = None, init: Init | None = None
+    model: nn.Module,
+    runtime: Runtime,
+    *,
+    wrap: Wrap = None,
+    init: Init | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> nn.Module:
     """Shards ``model`` over the tiers of ``runtime``, in place; returns it.
 
@@ -35,6 +42,10 @@ def shard(
     its ``reset_parameters()``), and works on ordinary CPU tensors in the parameters' original
     dtype. A parameter that several modules share is initialised by the first.
 
+    Over several ranks (``torch.distributed`` is initialised) all of them call it alike; ``mesh`` is the
+    one dimension of a `DeviceMesh` to shard over (default: all ranks). Values are those of its first
+    rank.
+
     Raises `BudgetError` (with the smallest budget that works), `TierIOError` (the paths have no room
     for what is to come), `StateError` and `TypeError` before anything is changed; `StateError` also
     when an initialiser forgets a buffer.
@@ -42,7 +53,8 @@ def shard(
     _check_arguments(model, runtime)
     runtime.check_usable()
     units = plan_units(model, wrap)
-    groups = plan_groups(units, runtime.config)
+    comm = runtime.communicator(_group_of(mesh))
+    groups = plan_groups(units, runtime.config, comm)
     host, device = plan_for_shard(
         groups,
         runtime.config,
@@ -57,7 +69,9 @@ def shard(
     initialise = find_initialiser(model, init, names)
     first = len(runtime.groups)
     made = [
-        ParamGroup(runtime, first + i, p.name, p.layout, p.stays, small=p.small, anchored=p.anchored)
+        ParamGroup(
+            runtime, first + i, p.name, p.layout, p.sharing, GroupTraits(p.stays, p.small, p.anchored)
+        )
         for i, p in enumerate(groups)
     ]
     with runtime.interrupts:
@@ -84,6 +98,16 @@ def shard(
         for param in group.params:
             param.note_references()
     return model
+
+
+def _group_of(mesh: DeviceMesh | None) -> ProcessGroup | None:
+    if mesh is None:
+        return None
+    if mesh.ndim != 1:
+        raise StateError(
+            f"the mesh has {mesh.ndim} dimensions; shard over one of them, for example mesh['dp']"
+        )
+    return mesh.get_group()
 
 
 def _check_arguments(model: object, runtime: object) -> None:
@@ -152,7 +176,7 @@ def _make_records(
     if not group.persistent:
         tier = Tier(config.params)
         fraction = param_fraction if tier is Tier.NVME else 0.0
-        spec = RecordSpec(group.name, Field.PARAM, group.nbytes, tier, fraction)
+        spec = RecordSpec(group.name, Field.PARAM, group.record_bytes, tier, fraction)
         group.record = add_record(runtime.store, spec)
     for region in group.regions:
         if region.trainable and region.layout.dtype == torch.bfloat16:
@@ -168,10 +192,10 @@ def add_state(
     fraction: float,
 ) -> None:
     """Makes the record of one optimizer state, where the configuration wants it."""
-    if name in region.states or region.layout.numel == 0:
+    if name in region.states or region.owned.numel == 0:
         return
     tier = Tier(runtime.config.optimizer)
-    nbytes = round_up(region.layout.numel * dtype.itemsize)
+    nbytes = round_up(region.owned.numel * dtype.itemsize)
     label = f"{group.name}[{region.layout.index}]"
     if tier is Tier.DEVICE:
         assert runtime.device_store is not None

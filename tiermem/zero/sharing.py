@@ -92,9 +92,7 @@ class Exchanges:
             part.wait()
 
 
-def share_out(
-    sharing: Sharing, kind: Kind, number: int, name: str, whole: torch.Tensor
-) -> Exchange:
+def share_out(sharing: Sharing, kind: Kind, number: int, name: str, whole: torch.Tensor) -> Exchange:
     """Starts giving this rank's shard of ``whole`` (1-D, padded like its region) to all others and
     taking theirs, in place: an all-gather."""
     comm = sharing.comm

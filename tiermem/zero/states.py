@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from tiermem.comm import Kind, Message
 from tiermem.errors import StateError
 from tiermem.memory.lease import tensor_over
 from tiermem.types import ALIGNMENT, Field, round_up
@@ -22,13 +23,15 @@ class StateAccess:
 
     def read(self, region: Region, name: Field, param: ShardedParam) -> torch.Tensor:
         """A new tensor of the parameter's shape and stride with its state ``name``; zeros if it
-        was never written."""
+        was never written. Over several ranks all of them call it."""
         spec = param.segment.spec
         dtype = region.states[name].dtype
         result = torch.zeros(spec.numel, dtype=dtype)
         if name in region.initialised:
             for part, position in self._parts(region, name, param, write=False):
                 result[position : position + part.numel()] = part
+            if region.owned.numel < region.layout.numel:
+                collect(param, result)
         return result.as_strided(spec.shape, spec.stride)
 
     def write(self, region: Region, name: Field, param: ShardedParam, value: torch.Tensor) -> None:
@@ -70,18 +73,22 @@ class StateAccess:
     def _parts(
         self, region: Region, name: Field, param: ShardedParam, *, write: bool
     ) -> Iterator[tuple[torch.Tensor, int]]:
-        """Views of the parameter's state with their first element's number; with ``write`` each is
-        written back after the caller is done with it."""
+        """Views of the parameter's state, as far as this rank owns it, with their first element's
+        number; with ``write`` each is written back after the caller is done with it."""
         self._pipeline.quiesce()
         state, segment = region.states[name], param.segment
-        first, last = segment.start * state.dtype.itemsize, segment.stop * state.dtype.itemsize
-        if first == last:
+        mine = region.owned.meet(segment.start, segment.stop)
+        if not mine.numel:
             return
+        itemsize, skipped = state.dtype.itemsize, mine.start - segment.start
+        first = (mine.start - region.owned.start) * itemsize
+        last = (mine.stop - region.owned.start) * itemsize
         if state.record.host_only:
             address = state.store.view_address(state.record) + first
-            yield tensor_over(address, last - first)[0].view(state.dtype), 0
+            yield tensor_over(address, last - first)[0].view(state.dtype), skipped
             return
-        yield from self._streamed(state, first, last, write=write)
+        for part, position in self._streamed(state, first, last, write=write):
+            yield part, skipped + position
 
     def _streamed(
         self, state: StateRecord, first: int, last: int, *, write: bool
@@ -99,3 +106,18 @@ class StateAccess:
             yield room[a - start : b - start].view(state.dtype), (a - first) // state.dtype.itemsize
             if write:
                 state.store.write(state.record, start, stop, room.data_ptr(), owner=room).wait()
+
+
+def collect(param: ShardedParam, values: torch.Tensor) -> None:
+    """Fills in, from the ranks that own them, what is not this rank's of ``values``, one for each
+    element of ``param`` in memory order. All ranks call it."""
+    group, segment = param.group, param.segment
+    comm = group.sharing.comm
+    region = group.regions[segment.region]
+    parts = []
+    for rank in range(comm.size):
+        theirs = region.layout.shard(rank, comm.size).meet(segment.start, segment.stop)
+        parts.append(values[theirs.start - segment.start : theirs.stop - segment.start])
+    mine = parts[comm.rank]
+    message = Message(Kind.SETUP, region.number, param.name)
+    comm.exchange(message, [mine] * comm.size, parts).wait()
