@@ -121,10 +121,10 @@ class GatherScheduler:
                 self.prefetch_hits += 1
             else:
                 self.prefetch_misses += 1
-        if group.sharded and (group.lease is None or group.ahead):
+        if group.sharded and (group.lease is None or group.ahead or group.leaving):
             self.room.make_way(group)
         self.gather(group, demand=True)
-        group.ahead = False
+        group.ahead = group.leaving = False
         self.ready(group)
         self._make_whole(group)
 
@@ -151,7 +151,7 @@ class GatherScheduler:
                 return False
             if not demand and self._would_block(group):
                 return False
-            if demand and group.sharded and not group.committed:
+            if demand and group.sharded and not (group.committed or group.leaving):
                 self.room.make_way(group)
             lease = self.room.obtain(group, demand=demand)
             if lease is None:
@@ -161,6 +161,13 @@ class GatherScheduler:
         if group.pending is not None and group.job is None:
             self._start_update(group)
         return True
+
+    def update_now(self, group: ParamGroup) -> None:
+        """Starts the group's pending update inside backward. Over several ranks only this rank's shard
+        of its lease will be current then: it is given up when the update is done, which is at another
+        time on each rank, and does not count as live until then."""
+        group.leaving = group.sharded and group.uses == 0
+        self.gather(group, demand=True)
 
     def _would_block(self, group: ParamGroup) -> bool:
         record = group.record
@@ -255,6 +262,9 @@ class GatherScheduler:
         group.job = group.transfer = group.pending = None
         group.whole = group.sharing.alone or group.sharing.stage == 0
         self._images.deliver(group, self._lease_writes)
+        if group.leaving:
+            group.leaving = False
+            self.drop(group)
 
     def poll(self) -> None:
         """Notices what has finished by itself."""

@@ -327,6 +327,7 @@ class ParamGroup:
         self.under_way = False  # ``exchange`` is for the present values
         self.committed = False  # see [Note: commitments] (gather.py)
         self.ahead = False  # fetched, and not used since
+        self.leaving = False  # updated inside backward; gives its lease up when that is done
         self.pending: PendingUpdate | None = None
         self.job: UpdateJob | None = None
         self.gradient: GroupGradient | None = None

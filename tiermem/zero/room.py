@@ -205,4 +205,5 @@ def is_idle(group: ParamGroup, uses: int = 0) -> bool:
 
 def is_live(group: ParamGroup) -> bool:
     """See [Note: deterministic room]."""
-    return group.lease is not None and not group.persistent and not group.ahead
+    counts = not (group.persistent or group.ahead or group.leaving)
+    return group.lease is not None and counts

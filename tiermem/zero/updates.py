@@ -74,7 +74,7 @@ class UpdateController:
     def start(self, group: ParamGroup, owner: OptimizerLink) -> None:
         """Freezes the update of ``group`` and starts it as soon as there is room."""
         self.freeze(group, owner)
-        self._runtime.gather.gather(group, demand=True)
+        self._runtime.gather.update_now(group)
 
     def freeze(self, group: ParamGroup, owner: OptimizerLink) -> None:
         """From here on the group's gradients belong to its pending update."""
