@@ -233,11 +233,13 @@ def _merge(hi: Tensor, lo: Tensor) -> Tensor:
 def _block_sums(values: Tensor) -> list[float]:
     """Sums of squares (fp64) of each block of the canonical order."""
     num_blocks = -(-values.numel() // NORM_BLOCK_NUMEL)
-    squares = values.new_zeros(num_blocks * NORM_BLOCK_NUMEL)
+    # A single block ends with its last row: rows of zeros would change nothing.
+    num_rows = min(NORM_BLOCK_NUMEL, values.numel() + NORM_LANES - 1) // NORM_LANES
+    squares = values.new_zeros(num_blocks * num_rows * NORM_LANES)
     torch.mul(values, values, out=squares[: values.numel()])
     # Row r holds elements 16 r to 16 r + 15 of every block. Rows are added one by one: a sum over
     # the dimension would choose its own order.
-    rows = squares.view(num_blocks, -1, NORM_LANES).transpose(0, 1).contiguous()
+    rows = squares.view(num_blocks, num_rows, NORM_LANES).transpose(0, 1).contiguous()
     lanes = rows[0].clone()
     for row in rows[1:].unbind():
         lanes += row
