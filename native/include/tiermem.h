@@ -139,6 +139,11 @@ int tm_adamw_fp32(tm_pool *pool, uint32_t isa, const tm_adamw *hyper, size_t n, 
 int tm_adamw_split(tm_pool *pool, uint32_t isa, const tm_adamw *hyper, size_t n, uint16_t *hi,
                    int16_t *lo, float *exp_avg, float *exp_avg_sq, const void *grad,
                    uint32_t grad_dtype);
+/* The update of the fp32 master, and param = master rounded to bf16 or fp16: nearest even, every NaN
+ * the same one. param is not read. */
+int tm_adamw_master(tm_pool *pool, uint32_t isa, const tm_adamw *hyper, size_t n, uint16_t *param,
+                    uint32_t param_dtype, float *master, float *exp_avg, float *exp_avg_sq,
+                    const void *grad, uint32_t grad_dtype);
 int tm_split_master(tm_pool *pool, size_t n, const float *master, uint16_t *hi, int16_t *lo);
 int tm_merge_master(tm_pool *pool, size_t n, const uint16_t *hi, const int16_t *lo, float *master);
 

@@ -96,6 +96,22 @@ class Kernels(Protocol):
     ) -> None:
         """The same update of a split master: ``hi`` bf16, ``lo`` int16, ``grad`` bf16 or fp32."""
 
+    def adamw_master(
+        self,
+        hyper: AdamWStep,
+        param: Tensor,
+        master: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        grad: Tensor,
+    ) -> None:
+        """The update of fp32 ``master`` from a gradient in fp32, bf16 or fp16, with a rounded copy.
+
+        ``master`` and its fp32 moments as by :meth:`adamw_fp32` on the same values; then bf16 or
+        fp16 ``param`` is ``master`` rounded to nearest even, every NaN the same one. What ``param``
+        was before does not matter.
+        """
+
     def split_master(self, master: Tensor, hi: Tensor, lo: Tensor) -> None:
         """fp32 ``master`` to ``bits(master) = (hi << 16) + lo``, ``hi`` rounded ties away.
 

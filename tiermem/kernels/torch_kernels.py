@@ -77,6 +77,27 @@ class TorchKernels:
                 master = _adamw(hyper, master, exp_avg[part], exp_avg_sq[part], grad[part].float())
                 _split(master, hi[part], lo[part])
 
+    def adamw_master(
+        self,
+        hyper: AdamWStep,
+        param: Tensor,
+        master: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        grad: Tensor,
+    ) -> None:
+        numel = self._begin("param", param)
+        _require("param", param, numel, torch.bfloat16, torch.float16)
+        _require("master", master, numel, torch.float32)
+        _require("exp_avg", exp_avg, numel, torch.float32)
+        _require("exp_avg_sq", exp_avg_sq, numel, torch.float32)
+        _require("grad", grad, numel, *_FLOATS)
+        with torch.no_grad():
+            for part in _chunks(numel):
+                value = _adamw(hyper, master[part], exp_avg[part], exp_avg_sq[part], grad[part].float())
+                master[part] = value
+                _store(value, param[part])
+
     def split_master(self, master: Tensor, hi: Tensor, lo: Tensor) -> None:
         numel = self._begin("master", master)
         _require("master", master, numel, torch.float32)
