@@ -161,7 +161,7 @@ typedef struct {
 
 /* destination = [destination +] scale * (((parts[0] + parts[1]) + parts[2]) + ...), every operation
  * rounded to fp32, the result to the destination's dtype: nearest even, every NaN of 16 bits the
- * same one. Sums the squares of the destination in fp64 in the canonical order: blocks of
+ * same one, except that one part of the destination's dtype, not scaled, is copied bit by bit. Sums the squares of the destination in fp64 in the canonical order: blocks of
  * TM_NORM_BLOCK elements from the start of the array; within a block, lane i of 16 sums elements
  * i mod 16 in index order; lanes are added pairwise (8, 4, 2, 1); blocks are added in index order.
  * Independent of isa and threads. sum_squares may be NULL. */

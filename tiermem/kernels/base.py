@@ -134,8 +134,9 @@ class Kernels(Protocol):
 
         1 to :data:`MAX_PARTS` parts of one dtype, each of the destination's length; fp32, bf16 or
         fp16 each. Every operation is rounded to fp32, ``scale`` too; the result is rounded to the
-        destination's dtype once (nearest even, every NaN of 16 bits the same one). Returns the sum
-        of squares of the new destination in the canonical order. A part may be the destination
+        destination's dtype once (nearest even, every NaN of 16 bits the same one; a single part of
+        that dtype, scaled by 1 and not added, is copied as it is). Returns the sum of squares of the
+        new destination in the canonical order. A part may be the destination
         itself with the same dtype; other overlaps raise ``ValueError``.
         """
 

@@ -131,6 +131,7 @@ class TorchKernels:
         for k, part in enumerate(parts):
             _require(f"parts[{k}]", part, numel, *((dtype,) if dtype in _FLOATS else _FLOATS))
         total = 0.0
+        is_copy = len(parts) == 1 and scale == 1.0 and not add and dtype == destination.dtype
         with torch.no_grad():
             # As a tensor, and so in fp32: torch is free to use a Python number in double.
             factor = torch.tensor(scale, dtype=torch.float32, device=destination.device)
@@ -141,7 +142,10 @@ class TorchKernels:
                 value = value * factor
                 if add:
                     value = destination[chunk].float() + value
-                _store(value, destination[chunk])
+                if is_copy:
+                    destination[chunk] = parts[0][chunk]
+                else:
+                    _store(value, destination[chunk])
                 for block in _block_sums(destination[chunk].double()):
                     total += block
         return total
