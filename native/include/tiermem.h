@@ -139,6 +139,11 @@ int tm_adamw_fp32(tm_pool *pool, uint32_t isa, const tm_adamw *hyper, size_t n, 
 int tm_adamw_split(tm_pool *pool, uint32_t isa, const tm_adamw *hyper, size_t n, uint16_t *hi,
                    int16_t *lo, float *exp_avg, float *exp_avg_sq, const void *grad,
                    uint32_t grad_dtype);
+/* The update of the fp32 master, and param = master rounded to bf16 or fp16: nearest even, every NaN
+ * the same one. param is not read. */
+int tm_adamw_master(tm_pool *pool, uint32_t isa, const tm_adamw *hyper, size_t n, uint16_t *param,
+                    uint32_t param_dtype, float *master, float *exp_avg, float *exp_avg_sq,
+                    const void *grad, uint32_t grad_dtype);
 int tm_split_master(tm_pool *pool, size_t n, const float *master, uint16_t *hi, int16_t *lo);
 int tm_merge_master(tm_pool *pool, size_t n, const uint16_t *hi, const int16_t *lo, float *master);
 
@@ -156,7 +161,7 @@ typedef struct {
 
 /* destination = [destination +] scale * (((parts[0] + parts[1]) + parts[2]) + ...), every operation
  * rounded to fp32, the result to the destination's dtype: nearest even, every NaN of 16 bits the
- * same one. Sums the squares of the destination in fp64 in the canonical order: blocks of
+ * same one, except that one part of the destination's dtype, not scaled, is copied bit by bit. Sums the squares of the destination in fp64 in the canonical order: blocks of
  * TM_NORM_BLOCK elements from the start of the array; within a block, lane i of 16 sums elements
  * i mod 16 in index order; lanes are added pairwise (8, 4, 2, 1); blocks are added in index order.
  * Independent of isa and threads. sum_squares may be NULL. */

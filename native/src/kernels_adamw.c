@@ -1,12 +1,8 @@
-/* AdamW on fp32 parameters, and on split masters (see the header for the format). */
+/* AdamW on fp32 parameters, on split masters and on fp32 masters with a copy (see the header). */
 #include <errno.h>
 #include <math.h>
 
-#include "kernels.h"
-
-#if TM_X86
-#include <immintrin.h>
-#endif
+#include "kernels_vector.h"
 
 /* [Note: arithmetic of AdamW]
  * One element, every operation rounded to fp32, as the vector path of torch's fused CPU
@@ -27,13 +23,23 @@ typedef struct {
   int lerp_from_grad; /* the second form of m */
 } tm_adamw_terms;
 
+/* Where the fp32 parameter comes from and goes to. */
+typedef enum {
+  TM_FP32,      /* master alone */
+  TM_SPLIT,     /* half and lo */
+  TM_COPY_BF16, /* master, rounded to half */
+  TM_COPY_FP16,
+} tm_form;
+
 typedef struct {
   tm_adamw_terms terms;
-  float *param; /* fp32 variant */
-  uint16_t *hi; /* split variant */
+  tm_form form;
+  float *master;
+  uint16_t *half;
   int16_t *lo;
   float *exp_avg, *exp_avg_sq;
   const void *grad;
+  uint32_t grad_dtype;
 } tm_adamw_job;
 
 static tm_adamw_terms tm_adamw_prepare(const tm_adamw *hyper) {
@@ -67,34 +73,19 @@ TM_INLINE float tm_adamw_one(const tm_adamw_terms *t, float p, float *exp_avg, f
   return p + (t->minus_step * m) / d;
 }
 
-TM_INLINE void tm_adamw_fp32_scalar(const tm_adamw_job *job, size_t begin, size_t end) {
-  const float *grad = job->grad;
-  for (size_t i = begin; i < end; i++)
-    job->param[i] = tm_adamw_one(&job->terms, job->param[i], &job->exp_avg[i], &job->exp_avg_sq[i],
-                                 grad[i]);
-}
-
-TM_INLINE void tm_adamw_split_scalar(const tm_adamw_job *job, size_t begin, size_t end,
-                                     int grad_is_bf16) {
+TM_INLINE void tm_adamw_loop(const tm_adamw_job *job, size_t begin, size_t end, tm_form form,
+                             uint32_t grad_dtype) {
   for (size_t i = begin; i < end; i++) {
-    float g = grad_is_bf16 ? tm_from_bf16(((const uint16_t *)job->grad)[i])
-                           : ((const float *)job->grad)[i];
-    float p = tm_from_bits(tm_merge(job->hi[i], job->lo[i]));
+    float g = tm_load(job->grad, i, grad_dtype);
+    float p = form == TM_SPLIT ? tm_from_bits(tm_merge(job->half[i], job->lo[i])) : job->master[i];
     p = tm_adamw_one(&job->terms, p, &job->exp_avg[i], &job->exp_avg_sq[i], g);
-    tm_split(tm_bits(p), &job->hi[i], &job->lo[i]);
+    if (form == TM_SPLIT)
+      tm_split(tm_bits(p), &job->half[i], &job->lo[i]);
+    else
+      job->master[i] = p;
+    if (form == TM_COPY_BF16) tm_store(job->half, i, TM_BFLOAT16, p);
+    if (form == TM_COPY_FP16) tm_store(job->half, i, TM_FLOAT16, p);
   }
-}
-
-static void tm_adamw_fp32_plain(void *context, size_t begin, size_t end) {
-  tm_adamw_fp32_scalar(context, begin, end);
-}
-
-static void tm_adamw_split_fp32_plain(void *context, size_t begin, size_t end) {
-  tm_adamw_split_scalar(context, begin, end, 0);
-}
-
-static void tm_adamw_split_bf16_plain(void *context, size_t begin, size_t end) {
-  tm_adamw_split_scalar(context, begin, end, 1);
 }
 
 #if TM_X86
@@ -105,6 +96,15 @@ enum { TM_AHEAD_BYTES = 512 };
 
 TM_INLINE void tm_prefetch(const void *address) {
   __builtin_prefetch((const void *)((uintptr_t)address + TM_AHEAD_BYTES), 0, 3);
+}
+
+TM_INLINE void tm_adamw_prefetch(const tm_adamw_job *job, size_t i, tm_form form,
+                                 uint32_t grad_dtype) {
+  size_t grad_size = grad_dtype == TM_FLOAT32 ? sizeof(float) : sizeof(uint16_t);
+  tm_prefetch((const char *)job->grad + i * grad_size);
+  if (form != TM_SPLIT) tm_prefetch(job->master + i);
+  if (form == TM_SPLIT) tm_prefetch(job->lo + i);
+  if (form != TM_FP32) tm_prefetch(job->half + i);
 }
 
 /* ---- AVX2: 8 elements -------------------------------------------------------------------- */
@@ -141,72 +141,37 @@ TM_INLINE TM_TARGET_AVX2 __m256 tm_adamw_eight(const tm_terms8 *t, __m256 p, flo
   return _mm256_add_ps(p, _mm256_div_ps(_mm256_mul_ps(t->minus_step, m), d));
 }
 
-TM_INLINE TM_TARGET_AVX2 __m256 tm_load_bf16x8(const uint16_t *source) {
-  __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)source));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
-}
-
 TM_INLINE TM_TARGET_AVX2 __m256 tm_merge8(const uint16_t *hi, const int16_t *lo) {
   __m256i high = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)hi));
   __m256i low = _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)lo));
   return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_slli_epi32(high, 16), low));
 }
 
-/* The low halves of 8 words, in order. */
-TM_INLINE TM_TARGET_AVX2 __m128i tm_narrow8(__m256i words) {
-  __m256i low = _mm256_and_si256(words, _mm256_set1_epi32(0xffff));
-  __m256i packed = _mm256_packus_epi32(low, low); /* per 128-bit half */
-  return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
-}
-
 TM_INLINE TM_TARGET_AVX2 void tm_split8(__m256 master, uint16_t *hi, int16_t *lo) {
-  __m256 nan = _mm256_cmp_ps(master, master, _CMP_UNORD_Q);
-  __m256 one_nan = _mm256_castsi256_ps(_mm256_set1_epi32(TM_FLOAT_NAN));
-  __m256i bits = _mm256_castps_si256(_mm256_blendv_ps(master, one_nan, nan));
+  __m256i bits = _mm256_castps_si256(tm_one_nan8(master));
   __m256i high = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x8000)), 16);
   _mm_storeu_si128((__m128i *)hi, tm_narrow8(high));
   _mm_storeu_si128((__m128i *)lo, tm_narrow8(bits));
 }
 
-TM_TARGET_AVX2 static void tm_adamw_fp32_avx2(void *context, size_t begin, size_t end) {
-  const tm_adamw_job *job = context;
-  const tm_terms8 terms = tm_adamw_spread8(&job->terms);
-  const float *grad = job->grad;
-  size_t i = begin;
-  for (; end - i >= 8; i += 8) {
-    __m256 p = _mm256_loadu_ps(job->param + i);
-    tm_prefetch(job->param + i);
-    tm_prefetch(grad + i);
-    p = tm_adamw_eight(&terms, p, job->exp_avg + i, job->exp_avg_sq + i, _mm256_loadu_ps(grad + i));
-    _mm256_storeu_ps(job->param + i, p);
-  }
-  tm_adamw_fp32_scalar(job, i, end);
-}
-
-TM_INLINE TM_TARGET_AVX2 void tm_adamw_split_loop8(const tm_adamw_job *job, size_t begin, size_t end,
-                                                   int grad_is_bf16) {
+TM_INLINE TM_TARGET_AVX2 void tm_adamw_loop8(const tm_adamw_job *job, size_t begin, size_t end,
+                                            tm_form form, uint32_t grad_dtype) {
   const tm_terms8 terms = tm_adamw_spread8(&job->terms);
   size_t i = begin;
   for (; end - i >= 8; i += 8) {
-    __m256 g = grad_is_bf16 ? tm_load_bf16x8((const uint16_t *)job->grad + i)
-                            : _mm256_loadu_ps((const float *)job->grad + i);
-    tm_prefetch(job->hi + i);
-    tm_prefetch(job->lo + i);
-    tm_prefetch(grad_is_bf16 ? (const void *)((const uint16_t *)job->grad + i)
-                             : (const void *)((const float *)job->grad + i));
-    __m256 p = tm_merge8(job->hi + i, job->lo + i);
+    __m256 g = tm_load8(job->grad, i, grad_dtype);
+    __m256 p = form == TM_SPLIT ? tm_merge8(job->half + i, job->lo + i)
+                              : _mm256_loadu_ps(job->master + i);
+    tm_adamw_prefetch(job, i, form, grad_dtype);
     p = tm_adamw_eight(&terms, p, job->exp_avg + i, job->exp_avg_sq + i, g);
-    tm_split8(p, job->hi + i, job->lo + i);
+    if (form == TM_SPLIT)
+      tm_split8(p, job->half + i, job->lo + i);
+    else
+      _mm256_storeu_ps(job->master + i, p);
+    if (form == TM_COPY_BF16) tm_store8(job->half, i, TM_BFLOAT16, p);
+    if (form == TM_COPY_FP16) tm_store8(job->half, i, TM_FLOAT16, p);
   }
-  tm_adamw_split_scalar(job, i, end, grad_is_bf16);
-}
-
-TM_TARGET_AVX2 static void tm_adamw_split_fp32_avx2(void *context, size_t begin, size_t end) {
-  tm_adamw_split_loop8(context, begin, end, 0);
-}
-
-TM_TARGET_AVX2 static void tm_adamw_split_bf16_avx2(void *context, size_t begin, size_t end) {
-  tm_adamw_split_loop8(context, begin, end, 1);
+  tm_adamw_loop(job, i, end, form, grad_dtype);
 }
 
 /* ---- AVX-512: 16 elements ---------------------------------------------------------------- */
@@ -244,11 +209,6 @@ TM_INLINE TM_TARGET_AVX512 __m512 tm_adamw_sixteen(const tm_terms16 *t, __m512 p
   return _mm512_add_ps(p, _mm512_div_ps(_mm512_mul_ps(t->minus_step, m), d));
 }
 
-TM_INLINE TM_TARGET_AVX512 __m512 tm_load_bf16x16(const uint16_t *source) {
-  __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)source));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
-}
-
 TM_INLINE TM_TARGET_AVX512 __m512 tm_merge16(const uint16_t *hi, const int16_t *lo) {
   __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)hi));
   __m512i low = _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)lo));
@@ -256,107 +216,132 @@ TM_INLINE TM_TARGET_AVX512 __m512 tm_merge16(const uint16_t *hi, const int16_t *
 }
 
 TM_INLINE TM_TARGET_AVX512 void tm_split16(__m512 master, uint16_t *hi, int16_t *lo) {
-  __mmask16 nan = _mm512_cmp_ps_mask(master, master, _CMP_UNORD_Q);
-  __m512i bits = _mm512_mask_mov_epi32(_mm512_castps_si512(master), nan,
-                                       _mm512_set1_epi32(TM_FLOAT_NAN));
+  __m512i bits = _mm512_castps_si512(tm_one_nan16(master));
   __m512i high = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x8000)), 16);
   _mm256_storeu_si256((__m256i *)hi, _mm512_cvtepi32_epi16(high));
   _mm256_storeu_si256((__m256i *)lo, _mm512_cvtepi32_epi16(bits));
 }
 
-TM_TARGET_AVX512 static void tm_adamw_fp32_avx512(void *context, size_t begin, size_t end) {
-  const tm_adamw_job *job = context;
-  const tm_terms16 terms = tm_adamw_spread16(&job->terms);
-  const float *grad = job->grad;
-  size_t i = begin;
-  for (; end - i >= 16; i += 16) {
-    __m512 p = _mm512_loadu_ps(job->param + i);
-    tm_prefetch(job->param + i);
-    tm_prefetch(grad + i);
-    p = tm_adamw_sixteen(&terms, p, job->exp_avg + i, job->exp_avg_sq + i, _mm512_loadu_ps(grad + i));
-    _mm512_storeu_ps(job->param + i, p);
-  }
-  tm_adamw_fp32_scalar(job, i, end);
-}
-
-TM_INLINE TM_TARGET_AVX512 void tm_adamw_split_loop16(const tm_adamw_job *job, size_t begin,
-                                                      size_t end, int grad_is_bf16) {
+TM_INLINE TM_TARGET_AVX512 void tm_adamw_loop16(const tm_adamw_job *job, size_t begin, size_t end,
+                                            tm_form form, uint32_t grad_dtype) {
   const tm_terms16 terms = tm_adamw_spread16(&job->terms);
   size_t i = begin;
   for (; end - i >= 16; i += 16) {
-    __m512 g = grad_is_bf16 ? tm_load_bf16x16((const uint16_t *)job->grad + i)
-                            : _mm512_loadu_ps((const float *)job->grad + i);
-    tm_prefetch(job->hi + i);
-    tm_prefetch(job->lo + i);
-    tm_prefetch(grad_is_bf16 ? (const void *)((const uint16_t *)job->grad + i)
-                             : (const void *)((const float *)job->grad + i));
-    __m512 p = tm_merge16(job->hi + i, job->lo + i);
+    __m512 g = tm_load16(job->grad, i, grad_dtype);
+    __m512 p = form == TM_SPLIT ? tm_merge16(job->half + i, job->lo + i)
+                              : _mm512_loadu_ps(job->master + i);
+    tm_adamw_prefetch(job, i, form, grad_dtype);
     p = tm_adamw_sixteen(&terms, p, job->exp_avg + i, job->exp_avg_sq + i, g);
-    tm_split16(p, job->hi + i, job->lo + i);
+    if (form == TM_SPLIT)
+      tm_split16(p, job->half + i, job->lo + i);
+    else
+      _mm512_storeu_ps(job->master + i, p);
+    if (form == TM_COPY_BF16) tm_store16(job->half, i, TM_BFLOAT16, p);
+    if (form == TM_COPY_FP16) tm_store16(job->half, i, TM_FLOAT16, p);
   }
-  tm_adamw_split_scalar(job, i, end, grad_is_bf16);
+  tm_adamw_loop(job, i, end, form, grad_dtype);
+}
+#endif
+
+/* ---- all forms ---------------------------------------------------------------------------- */
+
+/* Each case repeats the call with constants, so that the loop has no switch in it. */
+#define TM_COMBINATION(form, grad_dtype) ((form) * 3 + (grad_dtype))
+#define TM_CASE(loop, form, grad_dtype)       \
+  case TM_COMBINATION(form, grad_dtype):      \
+    loop(job, begin, end, form, grad_dtype);  \
+    break;
+#define TM_SWITCH(loop)                                \
+  switch (TM_COMBINATION(job->form, job->grad_dtype)) { \
+    TM_CASE(loop, TM_FP32, TM_FLOAT32)                 \
+    TM_CASE(loop, TM_SPLIT, TM_FLOAT32)                \
+    TM_CASE(loop, TM_SPLIT, TM_BFLOAT16)               \
+    TM_CASE(loop, TM_COPY_BF16, TM_FLOAT32)            \
+    TM_CASE(loop, TM_COPY_BF16, TM_BFLOAT16)           \
+    TM_CASE(loop, TM_COPY_BF16, TM_FLOAT16)            \
+    TM_CASE(loop, TM_COPY_FP16, TM_FLOAT32)            \
+    TM_CASE(loop, TM_COPY_FP16, TM_BFLOAT16)           \
+    TM_CASE(loop, TM_COPY_FP16, TM_FLOAT16)            \
+  }
+
+static void tm_adamw_plain(void *context, size_t begin, size_t end) {
+  const tm_adamw_job *job = context;
+  TM_SWITCH(tm_adamw_loop)
 }
 
-TM_TARGET_AVX512 static void tm_adamw_split_fp32_avx512(void *context, size_t begin, size_t end) {
-  tm_adamw_split_loop16(context, begin, end, 0);
+#if TM_X86
+TM_TARGET_AVX2 static void tm_adamw_avx2(void *context, size_t begin, size_t end) {
+  const tm_adamw_job *job = context;
+  TM_SWITCH(tm_adamw_loop8)
 }
 
-TM_TARGET_AVX512 static void tm_adamw_split_bf16_avx512(void *context, size_t begin, size_t end) {
-  tm_adamw_split_loop16(context, begin, end, 1);
+TM_TARGET_AVX512 static void tm_adamw_avx512(void *context, size_t begin, size_t end) {
+  const tm_adamw_job *job = context;
+  TM_SWITCH(tm_adamw_loop16)
 }
 #endif
 
 /* ---- interface --------------------------------------------------------------------------- */
 
-static tm_range_fn tm_adamw_fp32_range(uint32_t isa) {
+static tm_range_fn tm_adamw_range(uint32_t isa) {
 #if TM_X86
-  if (isa == TM_ISA_AVX512) return tm_adamw_fp32_avx512;
-  if (isa == TM_ISA_AVX2) return tm_adamw_fp32_avx2;
+  if (isa == TM_ISA_AVX512) return tm_adamw_avx512;
+  if (isa == TM_ISA_AVX2) return tm_adamw_avx2;
 #endif
-  return tm_adamw_fp32_plain;
+  return tm_adamw_plain;
 }
 
-static tm_range_fn tm_adamw_split_range(uint32_t isa, int grad_is_bf16) {
-#if TM_X86
-  if (isa == TM_ISA_AVX512)
-    return grad_is_bf16 ? tm_adamw_split_bf16_avx512 : tm_adamw_split_fp32_avx512;
-  if (isa == TM_ISA_AVX2)
-    return grad_is_bf16 ? tm_adamw_split_bf16_avx2 : tm_adamw_split_fp32_avx2;
-#endif
-  return grad_is_bf16 ? tm_adamw_split_bf16_plain : tm_adamw_split_fp32_plain;
+static int tm_adamw_run(tm_pool *pool, uint32_t isa, const tm_adamw *hyper, size_t n,
+                        tm_adamw_job *job) {
+  int error = tm_isa_check(isa);
+  if (error != 0) return error;
+  if (hyper == NULL) return -EINVAL;
+  if (n != 0 && ((job->form != TM_SPLIT && job->master == NULL) ||
+                 (job->form != TM_FP32 && job->half == NULL) ||
+                 (job->form == TM_SPLIT && job->lo == NULL) || job->exp_avg == NULL ||
+                 job->exp_avg_sq == NULL || job->grad == NULL))
+    return -EINVAL;
+  job->terms = tm_adamw_prepare(hyper);
+  tm_pool_run(pool, n, TM_CHUNK, tm_adamw_range(isa), job);
+  return 0;
 }
 
 int tm_adamw_fp32(tm_pool *pool, uint32_t isa, const tm_adamw *hyper, size_t n, float *param,
                   float *exp_avg, float *exp_avg_sq, const float *grad) {
-  int error = tm_isa_check(isa);
-  if (error != 0) return error;
-  if (hyper == NULL) return -EINVAL;
-  if (n != 0 && (param == NULL || exp_avg == NULL || exp_avg_sq == NULL || grad == NULL))
-    return -EINVAL;
-  tm_adamw_job job = {.terms = tm_adamw_prepare(hyper),
-                      .param = param,
+  tm_adamw_job job = {.form = TM_FP32,
+                      .master = param,
                       .exp_avg = exp_avg,
                       .exp_avg_sq = exp_avg_sq,
-                      .grad = grad};
-  tm_pool_run(pool, n, TM_CHUNK, tm_adamw_fp32_range(isa), &job);
-  return 0;
+                      .grad = grad,
+                      .grad_dtype = TM_FLOAT32};
+  return tm_adamw_run(pool, isa, hyper, n, &job);
 }
 
 int tm_adamw_split(tm_pool *pool, uint32_t isa, const tm_adamw *hyper, size_t n, uint16_t *hi,
                    int16_t *lo, float *exp_avg, float *exp_avg_sq, const void *grad,
                    uint32_t grad_dtype) {
-  int error = tm_isa_check(isa);
-  if (error != 0) return error;
-  if (hyper == NULL || (grad_dtype != TM_FLOAT32 && grad_dtype != TM_BFLOAT16)) return -EINVAL;
-  if (n != 0 &&
-      (hi == NULL || lo == NULL || exp_avg == NULL || exp_avg_sq == NULL || grad == NULL))
-    return -EINVAL;
-  tm_adamw_job job = {.terms = tm_adamw_prepare(hyper),
-                      .hi = hi,
+  if (grad_dtype != TM_FLOAT32 && grad_dtype != TM_BFLOAT16) return -EINVAL;
+  tm_adamw_job job = {.form = TM_SPLIT,
+                      .half = hi,
                       .lo = lo,
                       .exp_avg = exp_avg,
                       .exp_avg_sq = exp_avg_sq,
-                      .grad = grad};
-  tm_pool_run(pool, n, TM_CHUNK, tm_adamw_split_range(isa, grad_dtype == TM_BFLOAT16), &job);
-  return 0;
+                      .grad = grad,
+                      .grad_dtype = grad_dtype};
+  return tm_adamw_run(pool, isa, hyper, n, &job);
+}
+
+int tm_adamw_master(tm_pool *pool, uint32_t isa, const tm_adamw *hyper, size_t n, uint16_t *param,
+                    uint32_t param_dtype, float *master, float *exp_avg, float *exp_avg_sq,
+                    const void *grad, uint32_t grad_dtype) {
+  if (param_dtype != TM_BFLOAT16 && param_dtype != TM_FLOAT16) return -EINVAL;
+  if (grad_dtype > TM_FLOAT16) return -EINVAL;
+  tm_adamw_job job = {.form = param_dtype == TM_BFLOAT16 ? TM_COPY_BF16 : TM_COPY_FP16,
+                      .half = param,
+                      .master = master,
+                      .exp_avg = exp_avg,
+                      .exp_avg_sq = exp_avg_sq,
+                      .grad = grad,
+                      .grad_dtype = grad_dtype};
+  return tm_adamw_run(pool, isa, hyper, n, &job);
 }

@@ -8,8 +8,15 @@ enum { TM_LANES = 16 };
 /* Partial sums kept at a time: bounds the scratch, and a pass still covers 2^26 elements. */
 enum { TM_WINDOW_BLOCKS = 1024 };
 
+typedef enum {
+  TM_SET,
+  TM_ADD,
+  TM_COPY, /* 16 bits to the same 16 bits: rounding would cost twice the time and change nothing */
+} tm_mode;
+
 typedef struct {
   const tm_reduction *reduction;
+  tm_mode mode;
   uint32_t isa;
   size_t offset;      /* of the window; a multiple of TM_NORM_BLOCK */
   double *block_sums; /* one per block of the window; always written */
@@ -25,7 +32,7 @@ typedef struct {
 /* ---- plain -------------------------------------------------------------------------------- */
 
 TM_INLINE void tm_reduce_group(const tm_reduction *r, size_t i, uint32_t to, uint32_t from,
-                               uint32_t add, double lanes[TM_LANES]) {
+                               tm_mode mode, double lanes[TM_LANES]) {
   float sum[TM_LANES];
   for (size_t j = 0; j < TM_LANES; j++) sum[j] = tm_load(r->parts[0], i + j, from);
   for (uint32_t k = 1; k < r->num_parts; k++) {
@@ -34,36 +41,43 @@ TM_INLINE void tm_reduce_group(const tm_reduction *r, size_t i, uint32_t to, uin
   }
   for (size_t j = 0; j < TM_LANES; j++) {
     float value = sum[j] * r->scale;
-    if (add) value = tm_load(r->destination, i + j, to) + value;
-    value = tm_store(r->destination, i + j, to, value);
+    if (mode == TM_ADD) value = tm_load(r->destination, i + j, to) + value;
+    if (mode == TM_COPY)
+      ((uint16_t *)r->destination)[i + j] = ((const uint16_t *)r->parts[0])[i + j];
+    else
+      value = tm_store(r->destination, i + j, to, value);
     lanes[j] += (double)value * (double)value;
   }
 }
 
 /* Fewer than TM_LANES elements, once per block: not worth code for every combination of dtypes. */
-static void tm_reduce_tail(const tm_reduction *r, size_t begin, size_t end, double lanes[TM_LANES]) {
+static void tm_reduce_tail(const tm_reduction *r, tm_mode mode, size_t begin, size_t end,
+                           double lanes[TM_LANES]) {
   for (size_t i = begin; i < end; i++) {
     float value = tm_load(r->parts[0], i, r->part_dtype);
     for (uint32_t k = 1; k < r->num_parts; k++) value = value + tm_load(r->parts[k], i, r->part_dtype);
     value = value * r->scale;
-    if (r->add) value = tm_load(r->destination, i, r->destination_dtype) + value;
-    value = tm_store(r->destination, i, r->destination_dtype, value);
+    if (mode == TM_ADD) value = tm_load(r->destination, i, r->destination_dtype) + value;
+    if (mode == TM_COPY)
+      ((uint16_t *)r->destination)[i] = ((const uint16_t *)r->parts[0])[i];
+    else
+      value = tm_store(r->destination, i, r->destination_dtype, value);
     lanes[i - begin] += (double)value * (double)value;
   }
 }
 
 TM_INLINE void tm_reduce_loop(const tm_reduction *r, size_t begin, size_t end, uint32_t to,
-                              uint32_t from, uint32_t add, double lanes[TM_LANES]) {
+                              uint32_t from, tm_mode mode, double lanes[TM_LANES]) {
   size_t i = begin;
-  for (; end - i >= TM_LANES; i += TM_LANES) tm_reduce_group(r, i, to, from, add, lanes);
-  tm_reduce_tail(r, i, end, lanes);
+  for (; end - i >= TM_LANES; i += TM_LANES) tm_reduce_group(r, i, to, from, mode, lanes);
+  tm_reduce_tail(r, mode, i, end, lanes);
 }
 
 #if TM_X86
 /* ---- AVX2: width vectors of 8 elements, two for all lanes --------------------------------- */
 
 TM_INLINE TM_TARGET_AVX2 void tm_reduce_group8(const tm_reduction *r, size_t i, int width,
-                                               uint32_t to, uint32_t from, uint32_t add,
+                                               uint32_t to, uint32_t from, tm_mode mode,
                                                __m256d lanes[4]) {
   const __m256 scale = _mm256_set1_ps(r->scale);
   __m256 sum[4];
@@ -75,8 +89,11 @@ TM_INLINE TM_TARGET_AVX2 void tm_reduce_group8(const tm_reduction *r, size_t i, 
   }
   for (int w = 0; w < width; w++) {
     __m256 value = _mm256_mul_ps(sum[w], scale);
-    if (add) value = _mm256_add_ps(tm_load8(r->destination, i + 8 * w, to), value);
-    value = tm_store8(r->destination, i + 8 * w, to, value);
+    if (mode == TM_ADD) value = _mm256_add_ps(tm_load8(r->destination, i + 8 * w, to), value);
+    if (mode == TM_COPY)
+      tm_copy8(r->destination, r->parts[0], i + 8 * w);
+    else
+      value = tm_store8(r->destination, i + 8 * w, to, value);
     __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(value));
     __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(value, 1));
     lanes[w % 2 * 2] = _mm256_fmadd_pd(low, low, lanes[w % 2 * 2]);
@@ -85,21 +102,21 @@ TM_INLINE TM_TARGET_AVX2 void tm_reduce_group8(const tm_reduction *r, size_t i, 
 }
 
 TM_INLINE TM_TARGET_AVX2 void tm_reduce_loop8(const tm_reduction *r, size_t begin, size_t end,
-                                              uint32_t to, uint32_t from, uint32_t add,
+                                              uint32_t to, uint32_t from, tm_mode mode,
                                               double lanes[TM_LANES]) {
   __m256d sums[4] = {_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(),
                      _mm256_setzero_pd()};
   size_t i = begin;
-  for (; end - i >= 32; i += 32) tm_reduce_group8(r, i, 4, to, from, add, sums);
-  for (; end - i >= 16; i += 16) tm_reduce_group8(r, i, 2, to, from, add, sums);
+  for (; end - i >= 32; i += 32) tm_reduce_group8(r, i, 4, to, from, mode, sums);
+  for (; end - i >= 16; i += 16) tm_reduce_group8(r, i, 2, to, from, mode, sums);
   for (int k = 0; k < 4; k++) _mm256_storeu_pd(lanes + 4 * k, sums[k]);
-  tm_reduce_tail(r, i, end, lanes);
+  tm_reduce_tail(r, mode, i, end, lanes);
 }
 
 /* ---- AVX-512: width vectors of 16 elements ------------------------------------------------ */
 
 TM_INLINE TM_TARGET_AVX512 void tm_reduce_group16(const tm_reduction *r, size_t i, int width,
-                                                  uint32_t to, uint32_t from, uint32_t add,
+                                                  uint32_t to, uint32_t from, tm_mode mode,
                                                   __m512d lanes[2]) {
   const __m512 scale = _mm512_set1_ps(r->scale);
   __m512 sum[4];
@@ -111,8 +128,11 @@ TM_INLINE TM_TARGET_AVX512 void tm_reduce_group16(const tm_reduction *r, size_t 
   }
   for (int w = 0; w < width; w++) {
     __m512 value = _mm512_mul_ps(sum[w], scale);
-    if (add) value = _mm512_add_ps(tm_load16(r->destination, i + 16 * w, to), value);
-    value = tm_store16(r->destination, i + 16 * w, to, value);
+    if (mode == TM_ADD) value = _mm512_add_ps(tm_load16(r->destination, i + 16 * w, to), value);
+    if (mode == TM_COPY)
+      tm_copy16(r->destination, r->parts[0], i + 16 * w);
+    else
+      value = tm_store16(r->destination, i + 16 * w, to, value);
     __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(value));
     __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(value, 1));
     lanes[0] = _mm512_fmadd_pd(low, low, lanes[0]);
@@ -121,54 +141,56 @@ TM_INLINE TM_TARGET_AVX512 void tm_reduce_group16(const tm_reduction *r, size_t 
 }
 
 TM_INLINE TM_TARGET_AVX512 void tm_reduce_loop16(const tm_reduction *r, size_t begin, size_t end,
-                                                 uint32_t to, uint32_t from, uint32_t add,
+                                                 uint32_t to, uint32_t from, tm_mode mode,
                                                  double lanes[TM_LANES]) {
   __m512d sums[2] = {_mm512_setzero_pd(), _mm512_setzero_pd()};
   size_t i = begin;
-  for (; end - i >= 64; i += 64) tm_reduce_group16(r, i, 4, to, from, add, sums);
-  for (; end - i >= 16; i += 16) tm_reduce_group16(r, i, 1, to, from, add, sums);
+  for (; end - i >= 64; i += 64) tm_reduce_group16(r, i, 4, to, from, mode, sums);
+  for (; end - i >= 16; i += 16) tm_reduce_group16(r, i, 1, to, from, mode, sums);
   _mm512_storeu_pd(lanes, sums[0]);
   _mm512_storeu_pd(lanes + 8, sums[1]);
-  tm_reduce_tail(r, i, end, lanes);
+  tm_reduce_tail(r, mode, i, end, lanes);
 }
 #endif
 
 /* ---- one block, all combinations of dtypes ------------------------------------------------ */
 
-typedef void (*tm_block_fn)(const tm_reduction *r, size_t begin, size_t end,
+typedef void (*tm_block_fn)(const tm_reduction *r, tm_mode mode, size_t begin, size_t end,
                             double lanes[TM_LANES]);
 
 /* Each case repeats the call with constants, so that the loop has no switch in it. */
-#define TM_COMBINATION(to, from, add) (((to) * 3 + (from)) * 2 + (add))
-#define TM_CASE(loop, to, from, add)          \
-  case TM_COMBINATION(to, from, add):         \
-    loop(r, begin, end, to, from, add, lanes); \
+#define TM_COMBINATION(to, from, mode) (((to) * 3 + (from)) * 3 + (mode))
+#define TM_CASE(loop, to, from, constant)          \
+  case TM_COMBINATION(to, from, constant):         \
+    loop(r, begin, end, to, from, constant, lanes); \
     break;
-#define TM_CASES_OF_PART(loop, to, from) TM_CASE(loop, to, from, 0) TM_CASE(loop, to, from, 1)
-#define TM_CASES_OF_DESTINATION(loop, to)    \
-  TM_CASES_OF_PART(loop, to, TM_FLOAT32)     \
-  TM_CASES_OF_PART(loop, to, TM_BFLOAT16)    \
-  TM_CASES_OF_PART(loop, to, TM_FLOAT16)
-#define TM_SWITCH(loop)                                                      \
-  switch (TM_COMBINATION(r->destination_dtype, r->part_dtype, r->add != 0)) { \
-    TM_CASES_OF_DESTINATION(loop, TM_FLOAT32)                                \
-    TM_CASES_OF_DESTINATION(loop, TM_BFLOAT16)                               \
-    TM_CASES_OF_DESTINATION(loop, TM_FLOAT16)                                \
+#define TM_CASES(loop, to, from) TM_CASE(loop, to, from, TM_SET) TM_CASE(loop, to, from, TM_ADD)
+#define TM_CASES_OF_DESTINATION(loop, to) \
+  TM_CASES(loop, to, TM_FLOAT32)          \
+  TM_CASES(loop, to, TM_BFLOAT16)         \
+  TM_CASES(loop, to, TM_FLOAT16)
+#define TM_SWITCH(loop)                                              \
+  switch (TM_COMBINATION(r->destination_dtype, r->part_dtype, mode)) { \
+    TM_CASES_OF_DESTINATION(loop, TM_FLOAT32)                        \
+    TM_CASES_OF_DESTINATION(loop, TM_BFLOAT16)                       \
+    TM_CASES_OF_DESTINATION(loop, TM_FLOAT16)                        \
+    TM_CASE(loop, TM_BFLOAT16, TM_BFLOAT16, TM_COPY)                 \
+    TM_CASE(loop, TM_FLOAT16, TM_FLOAT16, TM_COPY)                   \
   }
 
-static void tm_block_plain(const tm_reduction *r, size_t begin, size_t end,
+static void tm_block_plain(const tm_reduction *r, tm_mode mode, size_t begin, size_t end,
                            double lanes[TM_LANES]) {
   TM_SWITCH(tm_reduce_loop)
 }
 
 #if TM_X86
-TM_TARGET_AVX2 static void tm_block_avx2(const tm_reduction *r, size_t begin, size_t end,
-                                         double lanes[TM_LANES]) {
+TM_TARGET_AVX2 static void tm_block_avx2(const tm_reduction *r, tm_mode mode, size_t begin,
+                                         size_t end, double lanes[TM_LANES]) {
   TM_SWITCH(tm_reduce_loop8)
 }
 
-TM_TARGET_AVX512 static void tm_block_avx512(const tm_reduction *r, size_t begin, size_t end,
-                                             double lanes[TM_LANES]) {
+TM_TARGET_AVX512 static void tm_block_avx512(const tm_reduction *r, tm_mode mode, size_t begin,
+                                             size_t end, double lanes[TM_LANES]) {
   TM_SWITCH(tm_reduce_loop16)
 }
 #endif
@@ -187,7 +209,7 @@ static void tm_reduce_range(void *context, size_t begin, size_t end) {
   const tm_reduce_job *job = context;
   double lanes[TM_LANES] = {0};
 
-  tm_block_of(job->isa)(job->reduction, job->offset + begin, job->offset + end, lanes);
+  tm_block_of(job->isa)(job->reduction, job->mode, job->offset + begin, job->offset + end, lanes);
   for (int half = TM_LANES / 2; half > 0; half /= 2)
     for (int lane = 0; lane < half; lane++) lanes[lane] += lanes[lane + half];
   job->block_sums[begin / TM_NORM_BLOCK] = lanes[0];
@@ -204,6 +226,14 @@ static int tm_reduce_check(const tm_reduction *r, size_t n) {
   return 0;
 }
 
+static tm_mode tm_mode_of(const tm_reduction *r) {
+  if (r->add) return TM_ADD;
+  if (r->num_parts == 1 && r->scale == 1.0f && r->part_dtype == r->destination_dtype &&
+      r->part_dtype != TM_FLOAT32)
+    return TM_COPY;
+  return TM_SET;
+}
+
 int tm_reduce(tm_pool *pool, uint32_t isa, size_t n, const tm_reduction *reduction,
               double *sum_squares) {
   double block_sums[TM_WINDOW_BLOCKS];
@@ -215,6 +245,7 @@ int tm_reduce(tm_pool *pool, uint32_t isa, size_t n, const tm_reduction *reducti
   if (error == 0) error = tm_reduce_check(reduction, n);
   if (error != 0) return error;
 
+  job.mode = tm_mode_of(reduction);
   for (; job.offset < n; job.offset += window) {
     size_t count = n - job.offset < window ? n - job.offset : window;
     tm_pool_run(pool, count, TM_NORM_BLOCK, tm_reduce_range, &job);

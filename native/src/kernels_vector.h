@@ -52,6 +52,12 @@ TM_INLINE TM_TARGET_AVX2 __m256 tm_store8(void *base, size_t i, uint32_t dtype, 
   return value;
 }
 
+/* 8 elements of 16 bits as they are. */
+TM_INLINE TM_TARGET_AVX2 void tm_copy8(void *to, const void *from, size_t i) {
+  __m128i half = _mm_loadu_si128((const __m128i *)((const uint16_t *)from + i));
+  _mm_storeu_si128((__m128i *)((uint16_t *)to + i), half);
+}
+
 /* Elements base[i] to base[i + 15]. */
 TM_INLINE TM_TARGET_AVX512 __m512 tm_load16(const void *base, size_t i, uint32_t dtype) {
   if (dtype == TM_FLOAT32) return _mm512_loadu_ps((const float *)base + i);
@@ -87,6 +93,12 @@ TM_INLINE TM_TARGET_AVX512 __m512 tm_store16(void *base, size_t i, uint32_t dtyp
   }
   _mm256_storeu_si256((__m256i *)((uint16_t *)base + i), half);
   return value;
+}
+
+/* 16 elements of 16 bits as they are. */
+TM_INLINE TM_TARGET_AVX512 void tm_copy16(void *to, const void *from, size_t i) {
+  __m256i half = _mm256_loadu_si256((const __m256i *)((const uint16_t *)from + i));
+  _mm256_storeu_si256((__m256i *)((uint16_t *)to + i), half);
 }
 #endif
 

@@ -128,3 +128,13 @@ def test_norm_in_place(opened: dict[str, Kernels], dtype: torch.dtype) -> None:
         result = values.clone()
         assert kernels.accumulate(result, result, add=False) == canonical_sum(values)
         assert torch.equal(result, values)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_sixteen_bits_are_copied_as_they_are(opened: dict[str, Kernels], dtype: torch.dtype) -> None:
+    """NaNs with their payloads too, in vectors and in the tail."""
+    codes = torch.arange(-(2**15), 2**15 - 3, dtype=torch.int32).to(torch.int16)
+    for kernels in opened.values():
+        result = torch.zeros(codes.numel(), dtype=dtype)
+        assert numpy.isnan(kernels.accumulate(result, codes.view(dtype), add=False))
+        assert torch.equal(result.view(torch.int16), codes), kernels.name

@@ -27,6 +27,18 @@ def test_adamw_split(benchmark: Any, opened: dict[str, Kernels], name: str) -> N
     assert moments[1].any()
 
 
+@pytest.mark.benchmark(group="adamw_master with an fp16 copy, 1 Mi elements")
+@pytest.mark.parametrize("name", ["avx512", "avx2", "plain", "torch"])
+def test_adamw_master(benchmark: Any, opened: dict[str, Kernels], name: str) -> None:
+    if name not in opened:
+        pytest.skip(f"no {name} kernels here")
+    param, master = torch.zeros(NUMEL).half(), torch.ones(NUMEL)
+    moments = [torch.zeros(NUMEL), torch.zeros(NUMEL)]
+    arguments = (STEP, param, master, *moments, torch.randn(NUMEL).half())
+    benchmark.pedantic(opened[name].adamw_master, args=arguments, rounds=3, warmup_rounds=1)
+    assert torch.equal(param, master.half())
+
+
 @pytest.mark.benchmark(group="accumulate, 1 Mi elements")
 @pytest.mark.parametrize("name", ["avx512", "avx2", "plain", "torch"])
 def test_accumulate(benchmark: Any, opened: dict[str, Kernels], name: str) -> None:

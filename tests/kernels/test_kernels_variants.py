@@ -21,18 +21,22 @@ State = list[Tensor]
 Update = Callable[[Kernels, AdamWStep, State], None]
 
 
-def random_state(numel: int, param: bool, grad_dtype: torch.dtype, seed: int = 0) -> State:
-    """Parameter or (hi, lo), moments, gradient; magnitudes down to denormals."""
+def random_state(numel: int, form: str, grad_dtype: torch.dtype, seed: int = 0) -> State:
+    """Parameter, (hi, lo) or (copy, master), moments, gradient; magnitudes down to denormals."""
     generator = torch.Generator().manual_seed(seed)
 
     def wide() -> Tensor:
         exponent = torch.rand(numel, generator=generator) * 50 - 40
         return torch.randn(numel, generator=generator) * 10**exponent
 
-    weights = [wide()] if param else [
-        torch.randn(numel, generator=generator).bfloat16(),
-        torch.randint(-(2**15), 2**15, (numel,), generator=generator, dtype=torch.int16),
-    ]  # fmt: skip
+    if form == "fp32":
+        weights = [wide()]
+    elif form == "split":
+        lo = torch.randint(-(2**15), 2**15, (numel,), generator=generator, dtype=torch.int16)
+        weights = [torch.randn(numel, generator=generator).bfloat16(), lo]
+    else:
+        dtype = torch.bfloat16 if form == "bf16" else torch.float16
+        weights = [torch.zeros(numel, dtype=dtype), wide()]
     return [*weights, wide(), wide().abs(), wide().to(grad_dtype)]
 
 
@@ -44,10 +48,20 @@ def split_update(kernels: Kernels, step: AdamWStep, state: State) -> None:
     kernels.adamw_split(step, *state)
 
 
+def master_update(kernels: Kernels, step: AdamWStep, state: State) -> None:
+    kernels.adamw_master(step, *state)
+
+
 UPDATES = [
-    pytest.param(fp32_update, True, torch.float32, id="fp32"),
-    pytest.param(split_update, False, torch.float32, id="split-fp32"),
-    pytest.param(split_update, False, torch.bfloat16, id="split-bf16"),
+    pytest.param(fp32_update, "fp32", torch.float32, id="fp32"),
+    pytest.param(split_update, "split", torch.float32, id="split-fp32"),
+    pytest.param(split_update, "split", torch.bfloat16, id="split-bf16"),
+    pytest.param(master_update, "bf16", torch.float32, id="bf16-fp32"),
+    pytest.param(master_update, "bf16", torch.bfloat16, id="bf16-bf16"),
+    pytest.param(master_update, "bf16", torch.float16, id="bf16-fp16"),
+    pytest.param(master_update, "fp16", torch.float32, id="fp16-fp32"),
+    pytest.param(master_update, "fp16", torch.bfloat16, id="fp16-bf16"),
+    pytest.param(master_update, "fp16", torch.float16, id="fp16-fp16"),
 ]
 
 
@@ -59,7 +73,7 @@ def same(left: State, right: State) -> bool:
     return all(torch.equal(a, b) for a, b in zip(bits(left), bits(right), strict=True))
 
 
-@pytest.mark.parametrize(("update", "param", "grad_dtype"), UPDATES)
+@pytest.mark.parametrize(("update", "form", "grad_dtype"), UPDATES)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("numel", LENGTHS)
 def test_lengths(
@@ -67,10 +81,10 @@ def test_lengths(
     numel: int,
     step: AdamWStep,
     update: Update,
-    param: bool,
+    form: str,
     grad_dtype: torch.dtype,
 ) -> None:
-    start = random_state(numel, param, grad_dtype)
+    start = random_state(numel, form, grad_dtype)
     results = []
     for kernels in native.values():
         results.append([t.clone() for t in start])
@@ -79,13 +93,13 @@ def test_lengths(
     assert numel == 0 or not same(results[0], start)
 
 
-@pytest.mark.parametrize(("update", "param", "grad_dtype"), UPDATES)
+@pytest.mark.parametrize(("update", "form", "grad_dtype"), UPDATES)
 def test_slices_and_starts(
-    native: dict[str, Kernels], update: Update, param: bool, grad_dtype: torch.dtype
+    native: dict[str, Kernels], update: Update, form: str, grad_dtype: torch.dtype
 ) -> None:
     """Cut at odd places, so that every part starts unaligned and ends in a tail of its own."""
     numel = 3 * 2**16 + 77
-    start = random_state(numel, param, grad_dtype)
+    start = random_state(numel, form, grad_dtype)
     expected = [t.clone() for t in start]
     update(native["plain"], STEPS[0], expected)
     cuts = [0, 1, 4, 11, 26, 43, 2**16 - 3, 2**16 + 14, 150_001, numel]
@@ -96,11 +110,11 @@ def test_slices_and_starts(
         assert same(result, expected), kernels.name
 
 
-@pytest.mark.parametrize(("update", "param", "grad_dtype"), UPDATES)
+@pytest.mark.parametrize(("update", "form", "grad_dtype"), UPDATES)
 def test_nothing_outside_is_touched(
-    native: dict[str, Kernels], update: Update, param: bool, grad_dtype: torch.dtype
+    native: dict[str, Kernels], update: Update, form: str, grad_dtype: torch.dtype
 ) -> None:
-    start = random_state(200, param, grad_dtype)
+    start = random_state(200, form, grad_dtype)
     for kernels in native.values():
         for begin, end in ((1, 18), (3, 130), (9, 10)):
             result = [t.clone() for t in start]

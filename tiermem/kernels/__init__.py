@@ -1,4 +1,4 @@
-"""The arithmetic of a step: AdamW on fp32 or split masters, gradient accumulation with a norm.
+"""The arithmetic of a step: AdamW on fp32 or split masters, sums of gradients with their norm.
 
 Native kernels where the core was built, torch operations with the same results otherwise.
 """

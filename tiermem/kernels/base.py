@@ -96,6 +96,22 @@ class Kernels(Protocol):
     ) -> None:
         """The same update of a split master: ``hi`` bf16, ``lo`` int16, ``grad`` bf16 or fp32."""
 
+    def adamw_master(
+        self,
+        hyper: AdamWStep,
+        param: Tensor,
+        master: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        grad: Tensor,
+    ) -> None:
+        """The update of fp32 ``master`` from a gradient in fp32, bf16 or fp16, with a rounded copy.
+
+        ``master`` and its fp32 moments as by :meth:`adamw_fp32` on the same values; then bf16 or
+        fp16 ``param`` is ``master`` rounded to nearest even, every NaN the same one. What ``param``
+        was before does not matter.
+        """
+
     def split_master(self, master: Tensor, hi: Tensor, lo: Tensor) -> None:
         """fp32 ``master`` to ``bits(master) = (hi << 16) + lo``, ``hi`` rounded ties away.
 
@@ -118,8 +134,9 @@ class Kernels(Protocol):
 
         1 to :data:`MAX_PARTS` parts of one dtype, each of the destination's length; fp32, bf16 or
         fp16 each. Every operation is rounded to fp32, ``scale`` too; the result is rounded to the
-        destination's dtype once (nearest even, every NaN of 16 bits the same one). Returns the sum
-        of squares of the new destination in the canonical order. A part may be the destination
+        destination's dtype once (nearest even, every NaN of 16 bits the same one; a single part of
+        that dtype, scaled by 1 and not added, is copied as it is). Returns the sum of squares of the
+        new destination in the canonical order. A part may be the destination
         itself with the same dtype; other overlaps raise ``ValueError``.
         """
 

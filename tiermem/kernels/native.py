@@ -91,6 +91,29 @@ class NativeKernels:
         )
         _check(error, "adamw_split")
 
+    def adamw_master(
+        self,
+        hyper: AdamWStep,
+        param: Tensor,
+        master: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        grad: Tensor,
+    ) -> None:
+        numel = param.numel()
+        pointers = (
+            _pointer("param", param, numel, torch.bfloat16, torch.float16),
+            _FLOATS[param.dtype],
+            _pointer("master", master, numel, torch.float32),
+            _pointer("exp_avg", exp_avg, numel, torch.float32),
+            _pointer("exp_avg_sq", exp_avg_sq, numel, torch.float32),
+            _pointer("grad", grad, numel, *_FLOATS),
+        )
+        error = lib.tm_adamw_master(
+            self._open_pool(), self._isa, _hyper(hyper), numel, *pointers, _FLOATS[grad.dtype]
+        )
+        _check(error, "adamw_master")
+
     def split_master(self, master: Tensor, hi: Tensor, lo: Tensor) -> None:
         numel = master.numel()
         pointers = (

@@ -77,6 +77,27 @@ class TorchKernels:
                 master = _adamw(hyper, master, exp_avg[part], exp_avg_sq[part], grad[part].float())
                 _split(master, hi[part], lo[part])
 
+    def adamw_master(
+        self,
+        hyper: AdamWStep,
+        param: Tensor,
+        master: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        grad: Tensor,
+    ) -> None:
+        numel = self._begin("param", param)
+        _require("param", param, numel, torch.bfloat16, torch.float16)
+        _require("master", master, numel, torch.float32)
+        _require("exp_avg", exp_avg, numel, torch.float32)
+        _require("exp_avg_sq", exp_avg_sq, numel, torch.float32)
+        _require("grad", grad, numel, *_FLOATS)
+        with torch.no_grad():
+            for part in _chunks(numel):
+                value = _adamw(hyper, master[part], exp_avg[part], exp_avg_sq[part], grad[part].float())
+                master[part] = value
+                _store(value, param[part])
+
     def split_master(self, master: Tensor, hi: Tensor, lo: Tensor) -> None:
         numel = self._begin("master", master)
         _require("master", master, numel, torch.float32)
@@ -110,6 +131,7 @@ class TorchKernels:
         for k, part in enumerate(parts):
             _require(f"parts[{k}]", part, numel, *((dtype,) if dtype in _FLOATS else _FLOATS))
         total = 0.0
+        is_copy = len(parts) == 1 and scale == 1.0 and not add and dtype == destination.dtype
         with torch.no_grad():
             # As a tensor, and so in fp32: torch is free to use a Python number in double.
             factor = torch.tensor(scale, dtype=torch.float32, device=destination.device)
@@ -120,7 +142,10 @@ class TorchKernels:
                 value = value * factor
                 if add:
                     value = destination[chunk].float() + value
-                _store(value, destination[chunk])
+                if is_copy:
+                    destination[chunk] = parts[0][chunk]
+                else:
+                    _store(value, destination[chunk])
                 for block in _block_sums(destination[chunk].double()):
                     total += block
         return total
@@ -233,11 +258,13 @@ def _merge(hi: Tensor, lo: Tensor) -> Tensor:
 def _block_sums(values: Tensor) -> list[float]:
     """Sums of squares (fp64) of each block of the canonical order."""
     num_blocks = -(-values.numel() // NORM_BLOCK_NUMEL)
-    squares = values.new_zeros(num_blocks * NORM_BLOCK_NUMEL)
+    # A single block ends with its last row: rows of zeros would change nothing.
+    num_rows = min(NORM_BLOCK_NUMEL, values.numel() + NORM_LANES - 1) // NORM_LANES
+    squares = values.new_zeros(num_blocks * num_rows * NORM_LANES)
     torch.mul(values, values, out=squares[: values.numel()])
     # Row r holds elements 16 r to 16 r + 15 of every block. Rows are added one by one: a sum over
     # the dimension would choose its own order.
-    rows = squares.view(num_blocks, -1, NORM_LANES).transpose(0, 1).contiguous()
+    rows = squares.view(num_blocks, num_rows, NORM_LANES).transpose(0, 1).contiguous()
     lanes = rows[0].clone()
     for row in rows[1:].unbind():
         lanes += row
