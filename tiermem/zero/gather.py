@@ -151,7 +151,7 @@ class GatherScheduler:
                 return False
             if not demand and self._would_block(group):
                 return False
-            if demand and group.sharded and not (group.committed or group.leaving):
+            if demand and group.sharded and not group.committed:
                 self.room.make_way(group)
             lease = self.room.obtain(group, demand=demand)
             if lease is None:
