@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,15 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 def repository() -> Path:
     """The root of the working tree."""
     return REPOSITORY
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """No profile of the drives of whoever runs the tests counts, here or in subprocesses."""
+    state = tmp_path_factory.mktemp("state")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(state))
+        yield state
 
 
 @pytest.fixture

@@ -281,7 +281,8 @@ class Session:
         if self._stop.is_set():
             return None
         setting = rig.setting
-        self._observer.phase(f"{mode.value} {setting.block_bytes >> 10} KiB depth {setting.depth}")
+        depths = "/".join(str(depth) for depth in dict.fromkeys(map(setting.depth_of, Op)))
+        self._observer.phase(f"{mode.value} {setting.block_bytes >> 10} KiB depth {depths}")
         for place in self._places:
             if not place.file.direct:
                 place.drop_cache()

@@ -76,8 +76,9 @@ class Space:
             yield dataclasses.replace(centre, backend=backend)
 
     def _known(self, candidates: list[Candidate]) -> list[Candidate]:
-        return [c for c in dict.fromkeys(candidates) if c == self.default or self._allows(c)]
+        return [c for c in dict.fromkeys(candidates) if c == self.default or self.allows(c)]
 
-    def _allows(self, candidate: Candidate) -> bool:
+    def allows(self, candidate: Candidate) -> bool:
+        """Whether it may be measured."""
         deepest = max(candidate.read_depth, candidate.write_depth)
         return deepest * candidate.chunk_bytes <= MAX_IN_FLIGHT_BYTES and self.fits(candidate)

@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 VERSION = 1
 _KIND = "tiermem profile"
 _MAX_BYTES = 1 << 20
+_LEAST_SHARE = 1e-4  # of the fastest
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +77,12 @@ class ProfiledPath:
     @classmethod
     def of_fields(cls, fields: Any) -> ProfiledPath:
         """Raises KeyError, TypeError or ValueError for what `fields` did not make."""
-        alone = (None if fields[name] is None else _positive(fields[name]) for name in _ALONE)
+        read, write = (None if fields[name] is None else _positive(fields[name]) for name in _ALONE)
         low, high = fields["spread_gb_per_s"]
         return cls(
             path=str(fields["path"]),
             identity=Identity.of_fields(fields["identity"]),
-            bandwidth=PathBandwidth(*alone, *(_positive(fields[name]) for name in _DUPLEX)),
+            bandwidth=PathBandwidth(read, write, *(_positive(fields[name]) for name in _DUPLEX)),
             alone_gb_per_s=_positive(fields["alone_gb_per_s"]),
             spread=(_positive(low), _positive(high)),
         )
@@ -144,9 +145,11 @@ class Profile:
 
 
 def shares(speeds: Sequence[float]) -> tuple[float, ...]:
-    """In proportion to ``speeds``, which are positive; their sum is 1."""
-    total = sum(speeds)
-    return tuple(speed / total for speed in speeds)
+    """In proportion to ``speeds``, of which one at least is positive; their sum is 1. A path that did
+    not move in the time gets next to nothing, since a share is above 0."""
+    least = max(speeds) * _LEAST_SHARE
+    total = sum(max(speed, least) for speed in speeds)
+    return tuple(max(speed, least) / total for speed in speeds)
 
 
 def state_directory() -> Path:
