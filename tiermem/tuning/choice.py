@@ -2,7 +2,7 @@
 
 [Note: path shares] Shares change where bytes lie and never what they are, so that measuring is safe.
 The user's ``path_weights`` and each key of ``io`` that is given win. Otherwise a profile of these very
-drives gives both. Without one, shares of several paths are measured in a third of a second, and the
+drives gives both. Without one, shares of several paths are measured in a second, and the
 settings are those of the newest profile in which all of these paths are among others, else the
 defaults.
 """
@@ -29,7 +29,7 @@ from tiermem.tuning.profile import (
     shares,
     state_directory,
 )
-from tiermem.tuning.quick import SECONDS, measure_quickly
+from tiermem.tuning.quick import RUN_SECONDS, measure_quickly
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ def _measure(
         return equal, "equal: they could not be measured", None
     speeds = [each.balanced_gb_per_s for each in measured]
     if not max(speeds):
-        logger.warning("the paths moved nothing in %.1f s: their shares are equal", SECONDS)
+        logger.warning("the paths moved nothing while they were measured: their shares are equal")
         return equal, "equal: nothing was moved in the time", None
     weights = shares(speeds)
     shown = ", ".join(
@@ -134,8 +134,8 @@ def _measure(
         f"{each.duplex_write_gb_per_s:.2f} GB/s)"
         for path, weight, each in zip(paths, weights, measured, strict=True)
     )
-    logger.info("path shares from %.1f s of reading and writing: %s", SECONDS, shown)
-    return weights, f"measured in {SECONDS:g} s", measured
+    logger.info("path shares from runs of %g s: %s", RUN_SECONDS, shown)
+    return weights, f"measured in runs of {RUN_SECONDS:g} s", measured
 
 
 def _find(paths: Sequence[Path]) -> _Found | None:
