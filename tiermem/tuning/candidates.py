@@ -16,9 +16,9 @@ DEPTHS = tuple(1 << shift for shift in range(8))  # 1 to 128
 MAX_IN_FLIGHT_BYTES = 64 << 20
 """Per path and direction: what is queued already is what a demand read waits for."""
 
-_COARSE = (
-    *((256 << 10, 16), (256 << 10, 64), (1 << 20, 8), (1 << 20, 32)),
-    *((2 << 20, 4), (2 << 20, 32), (8 << 20, 4), (8 << 20, 8)),
+_COARSE = (  # the likeliest first
+    *((2 << 20, 32), (1 << 20, 8), (2 << 20, 4), (1 << 20, 32)),
+    *((256 << 10, 64), (8 << 20, 8), (256 << 10, 16), (8 << 20, 4)),
 )
 
 

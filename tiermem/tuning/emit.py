@@ -11,7 +11,7 @@ def tiermem_fragment(profile: Profile) -> dict[str, Any]:
     """Keys of `tiermem.TierConfig`; ``params`` and ``optimizer`` are the user's to add."""
     fragment: dict[str, Any] = {"paths": [each.path for each in profile.paths]}
     if len(profile.paths) > 1:
-        fragment["path_weights"] = [round(weight, 4) for weight in profile.weights]
+        fragment["path_weights"] = [round(weight, 6) for weight in profile.weights]
     return fragment | {"io": profile.settings.fields()}
 
 

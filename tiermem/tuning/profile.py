@@ -118,7 +118,7 @@ class Profile:
             "date": self.date,
             "kernel": self.kernel,
             "settings": self.settings.fields(),
-            "weights": [round(weight, 4) for weight in self.weights],
+            "weights": [round(weight, 6) for weight in self.weights],
             "paths": [each.fields() for each in self.paths],
         }
 

@@ -6,7 +6,8 @@ rounds. The default is in every round. A stage halves its field after each round
 until few are left; these are measured twice more. The first stage has a few settings that differ
 much, the following ones the neighbours of the best so far, until that stays the same. The last stage
 only repeats the finalists and the default; its rounds alone are judged (verdict.py), since a best of
-many is chosen for its luck too. A stage that would leave too few runs for the last one is not begun.
+many is chosen for its luck too. A round that would leave too few runs for the last stage is not begun, and
+in a very short search the first stage is smaller.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Search:
         if self._reserve is None:
             least = min(_LEAST_FINAL_ROUNDS * (_FEW + 1), int(runs_left * _LARGEST_FINAL_SHARE))
             self._reserve = max(int(runs_left * _FINAL_SHARE), least)
+            self._field = self._field[: max(2, runs_left // 4)]
         if not self._is_final and (self._is_settled or runs_left - len(self._field) < self._reserve):
             self._begin_final(runs_left)
         if self._is_final and (len(self._field) > runs_left or self._is_sure()):
