@@ -46,19 +46,18 @@ from tiermem.types import Field, Purpose, Tier
 
 SLICE_BYTES = 8 << 20
 SLOTS = 8  # slices that are read or written at a time
-RECORDS = 4
+RECORDS = 4  # moved at once in the large transfer
 RECORD_BYTES = 128 << 20
 RAMP_SECONDS = 0.3
-LARGE_BYTES = RECORDS * RECORD_BYTES
 Triple = list[float]
 
 
 class StripedBench:
-    """A store over ``paths`` with ``RECORDS`` records, written once, and a buffer of all their size."""
+    """A store over ``paths`` with some records, written once, and a buffer of all their size."""
 
-    def __init__(self, paths: Sequence[Path], weights: Sequence[float]) -> None:
+    def __init__(self, paths: Sequence[Path], weights: Sequence[float], num_records: int) -> None:
         with contextlib.ExitStack() as stack:
-            nbytes = LARGE_BYTES
+            nbytes = num_records * RECORD_BYTES
             self.engine = open_engine("auto", paths[0])
             stack.callback(self.engine.close)
             self.arena = Arena(nbytes, tier=Tier.HOST, ledger=Ledger({Tier.HOST: nbytes}), pin=True)
@@ -75,7 +74,7 @@ class StripedBench:
                 block.view()[at : at + len(part)] = part
             self.records = [
                 self.store.add(RecordSpec(f"record{i}", Field.EXP_AVG, RECORD_BYTES, Tier.NVME))
-                for i in range(RECORDS)
+                for i in range(num_records)
             ]
             for record in self.records:
                 self.store.write(record, 0, RECORD_BYTES, self.address).wait()
@@ -162,7 +161,7 @@ def compare(paths: Sequence[Path], arguments: argparse.Namespace) -> dict[str, o
     ratios, gaps, speeds, weights = [], [], [], []
     for pair in range(arguments.pairs):
         weights.append(quick_weights(paths))
-        setups = [(paths, weights[-1]), *(([path], (1.0,)) for path in paths)]
+        setups = [(paths, weights[-1], RECORDS), *(([path], (1.0,), 1) for path in paths)]
         found: dict[int, float] = {}
         for number in range(len(setups)) if pair % 2 == 0 else reversed(range(len(setups))):
             with StripedBench(*setups[number]) as bench:
@@ -199,7 +198,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--paths", nargs=2, type=Path, help="two directories instead of loop devices")
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=1.5, help="of each run")
+    parser.add_argument("--seconds", type=float, default=1.2, help="of each run")
     parser.add_argument(
         "--mb-per-s", type=int, default=300, help="throttle of the faster path, per direction"
     )

@@ -6,8 +6,8 @@ rounds. The default is in every round. A stage halves its field after each round
 until few are left; these are measured twice more. The first stage has a few settings that differ
 much, the following ones the neighbours of the best so far, until that stays the same. The last stage
 only repeats the finalists and the default; its rounds alone are judged (verdict.py), since a best of
-many is chosen for its luck too. A round that would leave too few runs for the last stage is not begun, and
-in a very short search the first stage is smaller.
+many is chosen for its luck too. A round that would leave too few runs for the last stage is not begun,
+and in a very short search the first stage is smaller.
 """
 
 from __future__ import annotations
