@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import profile_of
 
-from tiermem.errors import TierIOError
+from tiermem.errors import ConfigError, TierIOError
+from tiermem.tuning.choice import choose_paths
 from tiermem.tuning.identity import Identity, identify
 from tiermem.tuning.profile import (
     Profile,
@@ -87,6 +88,19 @@ def test_where_profiles_are(
     monkeypatch.setenv("XDG_STATE_HOME", given)
     wanted = (expected or "HOME/.local/state/tiermem").replace("HOME", str(tmp_path))
     assert state_directory() == Path(wanted)
+
+
+def test_a_user_without_a_home_has_no_profiles_and_no_trouble(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(ConfigError, match="--save"):
+        state_directory()
+    assert choose_paths([tmp_path], io={}).settings_from == "defaults"
 
 
 def wrong(**changes: Any) -> str:

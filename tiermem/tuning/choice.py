@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiermem.errors import BudgetError, ConfigError, TierIOError
+from tiermem.errors import ConfigError, TierMemError
 from tiermem.io import Engine, QueueOptions, open_engine
 from tiermem.tuning.candidates import Candidate
 from tiermem.tuning.identity import Identity, identify
@@ -78,6 +78,8 @@ def choose_paths(
     settings = dataclasses.replace(found.profile.settings if found else Candidate("auto"), **io)
     settings_from = _origin(found, io)
     bandwidths = found.bandwidths if found else None
+    if found is not None:
+        logger.info("paths are driven with %s (%s)", settings.fields(), settings_from)
     if weights is not None:
         return PathUse(tuple(weights), "path_weights", bandwidths, settings, settings_from)
     if len(paths) < 2:
@@ -117,7 +119,7 @@ def _measure(
     equal = (1.0 / len(paths),) * len(paths)
     try:
         measured = measure_quickly(paths, backend=backend, direct=direct)
-    except (ConfigError, BudgetError, TierIOError) as error:
+    except (TierMemError, OSError) as error:
         logger.warning(
             "the bandwidths of the paths cannot be measured, so that their shares are equal: %s; give "
             "path_weights, or make a profile with tiermem tune",
@@ -141,9 +143,10 @@ def _measure(
 def _find(paths: Sequence[Path]) -> _Found | None:
     try:
         identities = [identify(path) for path in paths]
-    except OSError:
+        file = profile_file(identities)
+    except (OSError, ConfigError) as error:
+        logger.info("no profile is looked for: %s", error)
         return None
-    file = profile_file(identities)
     profile = load_profile(file)
     if profile is not None:
         bandwidths = profile.bandwidths_for(identities)

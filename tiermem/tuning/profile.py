@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiermem.errors import IOContext, TierIOError
+from tiermem.errors import ConfigError, IOContext, TierIOError
 from tiermem.io import BACKENDS
 from tiermem.io.checks import MAX_CHUNK_BYTES, MAX_DEPTH
 from tiermem.tuning.candidates import Candidate
@@ -153,10 +153,20 @@ def shares(speeds: Sequence[float]) -> tuple[float, ...]:
 
 
 def state_directory() -> Path:
-    """``$XDG_STATE_HOME/tiermem``; by that specification only an absolute path counts."""
+    """``$XDG_STATE_HOME/tiermem``; by that specification only an absolute path counts.
+
+    Raises `ConfigError` for a user without a home.
+    """
     given = os.environ.get("XDG_STATE_HOME", "")
-    base = Path(given) if os.path.isabs(given) else Path.home() / ".local" / "state"
-    return base / "tiermem"
+    if os.path.isabs(given):
+        return Path(given) / "tiermem"
+    try:
+        return Path.home() / ".local" / "state" / "tiermem"
+    except RuntimeError as error:
+        raise ConfigError(
+            f"there is no place for profiles: {error} Remedy: set XDG_STATE_HOME or HOME, or name a "
+            "file with --save"
+        ) from error
 
 
 def profile_file(identities: Sequence[Identity], directory: Path | None = None) -> Path:
