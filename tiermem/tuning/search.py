@@ -18,13 +18,13 @@ from collections.abc import Sequence
 from tiermem.tuning.candidates import Candidate, Space
 from tiermem.tuning.verdict import Round, Verdict, judge, ratios_of
 
-_FEW = 3
+_FEW = 2
 """As many rivals of the default a stage ends with."""
 
 _MORE_ROUNDS = 2
 _MAX_REFINEMENTS = 5
-_FINAL_SHARE = 0.35
-_LARGEST_FINAL_SHARE = 0.6
+_FINAL_SHARE = 0.5  # of the runs, as long as that is not more than enough
+_FINAL_ROUNDS = 16
 _LEAST_FINAL_ROUNDS = 8
 _ENOUGH_FINAL_ROUNDS = 12
 _SURE_WIDTH = 0.02
@@ -55,8 +55,7 @@ class Search:
     def next_round(self, runs_left: int) -> list[Candidate]:
         """What to measure now, at most ``runs_left`` long; empty when the search has ended."""
         if self._reserve is None:
-            least = min(_LEAST_FINAL_ROUNDS * (_FEW + 1), int(runs_left * _LARGEST_FINAL_SHARE))
-            self._reserve = max(int(runs_left * _FINAL_SHARE), least)
+            self._reserve = min(int(runs_left * _FINAL_SHARE), _FINAL_ROUNDS * (_FEW + 1))
             self._field = self._field[: max(2, runs_left // 4)]
         if not self._is_final and (self._is_settled or runs_left - len(self._field) < self._reserve):
             self._begin_final(runs_left)

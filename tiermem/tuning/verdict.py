@@ -16,6 +16,9 @@ CONFIDENCE = 0.95
 LEAST_GAIN = 1.01
 """Less than that over the default is not worth a setting of its own."""
 
+TIE = 1.02
+"""What leads by more is not given up for a smaller one, however few the runs."""
+
 Round = Mapping[Candidate, float]
 """GB/s of each candidate, measured one after the other."""
 
@@ -87,8 +90,8 @@ def ratios_of(rounds: Sequence[Round], one: Candidate, other: Candidate) -> list
 def judge(rounds: Sequence[Round], default: Candidate) -> Verdict:
     """From rounds that chose nothing themselves, or the best would look better than it is.
 
-    Among those that are surely better than the default and not surely worse than the best of them,
-    the one with least in flight.
+    Among those that are surely better than the default and as good as the best of them (neither surely
+    worse nor by more than a few percent), the one with least in flight.
     """
     rivals = list(dict.fromkeys(c for r in rounds for c in r if c != default))
     confidence = 1 - (1 - CONFIDENCE) / max(1, len(rivals))
@@ -101,10 +104,11 @@ def judge(rounds: Sequence[Round], default: Candidate) -> Verdict:
         rival = max(gains, key=lambda c: gains[c].median)
         return Verdict(default, default, rival, gains[rival], len(rounds))
     best = max(better, key=lambda c: gains[c].median)
-    equal = [
-        c
-        for c in better
-        if c == best or not gain_of(ratios_of(rounds, best, c), confidence).is_above_one
-    ]
+    equal = [c for c in better if c == best or _is_tie(rounds, best, c, confidence)]
     chosen = min(equal, key=lambda c: c.size)
     return Verdict(chosen, default, chosen, gains[chosen], len(rounds))
+
+
+def _is_tie(rounds: Sequence[Round], best: Candidate, other: Candidate, confidence: float) -> bool:
+    lead = gain_of(ratios_of(rounds, best, other), confidence)
+    return lead.median <= TIE and not lead.is_above_one
