@@ -46,13 +46,25 @@ class _Strict(BaseModel):
 
 
 class IOConfig(_Strict):
-    """How each path is driven."""
+    """How each path is driven. What is not given here comes from a saved profile of these drives
+    (`tiermem tune`), if there is one."""
 
     backend: Literal["auto", "libaio", "io_uring", "native_threads", "threads"] = "auto"
     direct: bool = Default(True, description="O_DIRECT; falls back to buffered, said once")
     chunk_bytes: ByteSize = Default(ByteSize(2 << 20), ge=4096, le=1 << 30, multiple_of=4096)
     read_depth: int = Default(16, ge=1, le=1024)
     write_depth: int = Default(16, ge=1, le=1024)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What the user set of what a profile could set."""
+        values: dict[str, Any] = {
+            "backend": self.backend,
+            "chunk_bytes": int(self.chunk_bytes),
+            "read_depth": self.read_depth,
+            "write_depth": self.write_depth,
+        }
+        return {key: value for key, value in values.items() if key in self.model_fields_set}
 
 
 class TierConfig(_Strict):
@@ -67,7 +79,8 @@ class TierConfig(_Strict):
     optimizer: Placement = Default("host", description="where optimizer states live")
     paths: tuple[Path, ...] = Default((), description="existing directories, one per drive")
     path_weights: tuple[float, ...] | None = Default(
-        None, description="share of each path; equal when not given"
+        None,
+        description="share of each path; default: by bandwidth, from a saved profile or measured",
     )
     compute_dtype: Literal["bf16", "fp32"] | None = Default(
         None, description="cast parameters at sharding; default: keep each one's own"

@@ -13,7 +13,9 @@ LIMIT_SECONDS = 0.3
 TRIES = 20
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("bench", "--help"), ("train", "--help")])
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("bench", "--help"), ("train", "--help"), ("tune", "--help")]
+)
 def test_help_answers_at_once(
     repository: Path, plain_environment: dict[str, str], arguments: tuple[str, ...]
 ) -> None:
@@ -48,10 +50,11 @@ HEAVY = {
     "tiermem.config",
     "tiermem.benchmark",
     "tiermem.doctor",
+    "tiermem.tuning",
 }
 
 
-@pytest.mark.parametrize("command", ["bench", "doctor"])
+@pytest.mark.parametrize("command", ["bench", "doctor", "tune"])
 def test_help_loads_nothing_heavy(
     command: str, repository: Path, plain_environment: dict[str, str]
 ) -> None:

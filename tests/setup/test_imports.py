@@ -19,6 +19,8 @@ import pytest
         "import tiermem.doctor",
         "import tiermem.cli.app",
         "import tiermem.cli.benching",
+        "import tiermem.cli.tuning",
+        "import tiermem.tuning.choice",
     ],
 )
 def test_torch_is_not_imported(statement: str, repository: Path) -> None:
@@ -30,7 +32,8 @@ def test_torch_is_not_imported(statement: str, repository: Path) -> None:
 
 
 def test_the_io_engine_needs_no_pydantic(repository: Path) -> None:
-    code = "import tiermem.io, tiermem.benchmark, sys; print('pydantic' in sys.modules)"
+    modules = "tiermem.io, tiermem.benchmark, tiermem.tuning.choice, tiermem.tuning.tuner"
+    code = f"import {modules}, sys; print('pydantic' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=repository, timeout=60
     )

@@ -22,6 +22,8 @@ PART = [
     "tests/io/test_io_order.py",
     "tests/io/test_io_memory.py",
     "tests/cli/test_bench_runs.py",
+    "tests/cli/test_tune_runs.py::test_it_finds_says_how_sure_and_saves",
+    "tests/tuning/test_tuning_choice.py",
     "tests/training/test_training_bytes.py",
     "tests/zero/test_zero_deferred.py",
 ]

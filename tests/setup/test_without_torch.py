@@ -91,6 +91,10 @@ def test_the_engine_and_the_tool_run(site: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)["results"]) == 3
     assert run_there(site, command, "--help").returncode == 0
+    short = ("--size", "128MiB", "--budget", "1s", "--no-save", "--emit", "tiermem")
+    tuned = run_there(site, command, "tune", tmp_path, *short)
+    assert tuned.returncode == 0, tuned.stderr
+    assert json.loads(tuned.stdout)["paths"] == [str(tmp_path)]
 
 
 def test_training_says_what_to_install(site: Path) -> None:

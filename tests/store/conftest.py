@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,30 +61,6 @@ def make_bench(tmp_path: Path, backend: str, mount: Callable[..., Path]) -> Iter
         bench.store.close()
         bench.engine.close()
         bench.arena.close(force=True)
-
-
-@pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Mounts a tmpfs of a size in bytes; skips where that is not permitted."""
-    mounted: list[Path] = []
-
-    def make(nbytes: int, *options: str) -> Path:
-        point = tmp_path / f"mount{len(mounted)}"
-        point.mkdir()
-        flags = ",".join([f"size={nbytes}", *options])
-        command = ["mount", "-t", "tmpfs", "-o", flags, "tmpfs", str(point)]
-        try:
-            result = subprocess.run(command, capture_output=True, text=True, check=False)
-        except FileNotFoundError:
-            pytest.skip("no mount command")
-        if result.returncode:
-            pytest.skip(f"mounting is not permitted: {result.stderr.strip()}")
-        mounted.append(point)
-        return point
-
-    yield make
-    for point in mounted:
-        subprocess.run(["umount", str(point)], check=True)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from tiermem.benchmark.figures import Flow, Result, Run, Spread
 from tiermem.benchmark.plan import Mode, Pages, Plan, Setting
+from tiermem.benchmark.rig import Rig
 from tiermem.benchmark.session import Observer, Session
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Pages",
     "Plan",
     "Result",
+    "Rig",
     "Run",
     "Session",
     "Setting",

@@ -45,20 +45,27 @@ class Pages(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One point of the grid. ``depth``: blocks in flight per thread and direction."""
+    """One point of the grid. ``depth``: blocks in flight per thread and direction, or per thread of
+    reads alone where ``write_depth`` is given."""
 
     block_bytes: int
     depth: int
     threads: int
+    write_depth: int | None = None
+
+    def depth_of(self, op: Op) -> int:
+        """Blocks of ``op`` in flight per thread."""
+        return self.depth if op is Op.READ or self.write_depth is None else self.write_depth
 
     @property
     def smallest_file_bytes(self) -> int:
         """Below it, a stream's requests in flight would overlap (in duplex, of half a file)."""
-        return 2 * self.threads * (WINDOW + 1) * -(-self.depth // WINDOW) * self.block_bytes
+        deepest = max(self.depth_of(op) for op in Op)
+        return 2 * self.threads * (WINDOW + 1) * -(-deepest // WINDOW) * self.block_bytes
 
-    def request_bytes(self, region_bytes: int) -> int:
-        """How long requests are in a region of a file; `WINDOW` of them hold ``depth`` blocks."""
-        blocks = max(-(-self.depth // 2), -(-REQUEST_BYTES // self.block_bytes))
+    def request_bytes(self, region_bytes: int, op: Op) -> int:
+        """How long requests of ``op`` are in a region of a file; `WINDOW` of them hold its depth."""
+        blocks = max(-(-self.depth_of(op) // 2), -(-REQUEST_BYTES // self.block_bytes))
         room = region_bytes // self.block_bytes // (WINDOW + 1)
         return min(blocks, room) * self.block_bytes
 
@@ -114,8 +121,8 @@ class Plan:
         """Memory for the buffers of all streams of the mode that has most of them or the longest."""
         return max(
             sum(
-                WINDOW * setting.request_bytes(end - begin)
-                for _, begin, end in self.regions(mode, setting)
+                WINDOW * setting.request_bytes(end - begin, op)
+                for op, begin, end in self.regions(mode, setting)
             )
             * len(self.paths)
             for mode in self.modes

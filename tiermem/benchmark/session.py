@@ -16,22 +16,20 @@ import contextlib
 import dataclasses
 import logging
 import os
-import resource
 import secrets
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tiermem.benchmark import cautions
-from tiermem.benchmark.figures import Flow, Result, Run
+from tiermem.benchmark.figures import Result, Run
 from tiermem.benchmark.place import Place, open_places
 from tiermem.benchmark.plan import REQUEST_BYTES, WINDOW, Mode, Pages, Plan, Setting
+from tiermem.benchmark.rig import Counters, Rig, difference
 from tiermem.benchmark.streams import Lane, Stream, finish
 from tiermem.errors import ConfigError
 from tiermem.io import AlignedBuffer, Engine, Op, QueueOptions, aligned_buffer, open_engine
-from tiermem.io.latency import Latency
 
 _TICK_SECONDS = 0.1
 _RAMP_SHARE = 0.1
@@ -47,26 +45,6 @@ class Observer(Protocol):
 
     def progress(self, runs: float) -> None:
         """How many runs are done, with the part of the one in progress."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Rig:
-    """What the runs of one setting share: an engine, ``queues[place][thread]``, buffers by pages."""
-
-    setting: Setting
-    engine: Engine
-    queues: list[list[int]]
-    buffers: dict[Pages, AlignedBuffer]
-
-
-@dataclass(frozen=True, slots=True)
-class _Counters:
-    """Of all queues of each place at one moment."""
-
-    seconds: float
-    cpu_seconds: float
-    nbytes: list[dict[Op, int]]
-    latency: list[dict[Op, Latency]]
 
 
 class Session:
@@ -217,41 +195,65 @@ class Session:
     def _measure(self, setting: Setting) -> Iterator[Result]:
         runs: dict[tuple[Pages, Mode], list[Run]] = {}
         with contextlib.ExitStack() as stack:
-            rig = self._open_rig(stack, setting)
+            rig = self.open_rig(stack, setting)
             for _ in range(self.plan.loops):
                 for pages in self.plan.pages:
                     for mode in self.plan.modes:
-                        run = self._run(rig, mode, pages)
+                        run = self.run(rig, mode, pages)
                         if run is None:
                             break
                         runs.setdefault((pages, mode), []).append(run)
         for (pages, mode), measured in runs.items():
             yield Result(mode, setting, pages, tuple(measured))
 
-    def _open_rig(self, stack: contextlib.ExitStack, setting: Setting) -> _Rig:
-        engine = open_engine(self.backend, self.plan.paths[0])
+    def open_buffers(self, stack: contextlib.ExitStack, nbytes: int) -> dict[Pages, AlignedBuffer]:
+        """Filled buffers, which rigs opened later may share one after the other; they close with
+        ``stack``."""
         buffers = {}
         for pages in self.plan.pages:
-            nbytes = self.plan.buffer_bytes(setting)
-            buffer = aligned_buffer(nbytes, huge_pages=pages is Pages.HUGE)
-            stack.enter_context(buffer)
+            buffer = stack.enter_context(aligned_buffer(nbytes, huge_pages=pages is Pages.HUGE))
             _fill_randomly(buffer)
             for text in cautions.pages_cautions(pages, buffer):
                 self._warn(text)
             buffers[pages] = buffer
+        return buffers
+
+    def open_rig(
+        self,
+        stack: contextlib.ExitStack,
+        setting: Setting,
+        *,
+        backend: str | None = None,
+        buffers: dict[Pages, AlignedBuffer] | None = None,
+    ) -> Rig:
+        """What `run` needs for ``setting``, closed with ``stack``: by default on the plan's backend,
+        with buffers of its own. ``buffers`` hold at least `Plan.buffer_bytes` of it."""
+        engine = open_engine(backend or self.backend, self.plan.paths[0])
+        if buffers is None:
+            try:
+                buffers = self.open_buffers(stack, self.plan.buffer_bytes(setting))
+            except BaseException:
+                engine.close()
+                raise
         stack.callback(engine.close)  # before the buffers go
         for buffer in buffers.values():
             engine.register(buffer.address, buffer.nbytes)
-        options = QueueOptions(setting.block_bytes, setting.depth, setting.depth)
+        options = QueueOptions(
+            setting.block_bytes, setting.depth_of(Op.READ), setting.depth_of(Op.WRITE)
+        )
         try:
             queues = [[engine.add_queue(options) for _ in range(setting.threads)] for _ in self._places]
         except OSError as error:
             raise ConfigError(f"depth is {setting.depth}: {error.strerror or error}") from error
-        return _Rig(setting, engine, queues, buffers)
+        return Rig(setting, engine, queues, buffers)
 
-    def _lanes(self, rig: _Rig, mode: Mode, buffer: AlignedBuffer) -> list[Lane]:
+    def _lanes(
+        self, rig: Rig, mode: Mode, buffer: AlignedBuffer, only: int | None = None
+    ) -> list[Lane]:
         lanes, at = [], 0
-        for place, queues in zip(self._places, rig.queues, strict=True):
+        for index, (place, queues) in enumerate(zip(self._places, rig.queues, strict=True)):
+            if only not in (None, index):
+                continue
             for number, (op, begin, end) in enumerate(self.plan.regions(mode, rig.setting)):
                 lane = Lane(
                     engine=rig.engine,
@@ -262,7 +264,7 @@ class Session:
                     end=end,
                     buffer=buffer,
                     at=at,
-                    request_bytes=rig.setting.request_bytes(end - begin),
+                    request_bytes=rig.setting.request_bytes(end - begin, op),
                     pattern=place.pattern,
                 )
                 lanes.append(lane)
@@ -271,16 +273,20 @@ class Session:
 
     # ---- one run -------------------------------------------------------------------------------
 
-    def _run(self, rig: _Rig, mode: Mode, pages: Pages) -> Run | None:
-        """None when it was stopped."""
+    def run(
+        self, rig: Rig, mode: Mode, pages: Pages = Pages.HUGE, *, only: int | None = None
+    ) -> Run | None:
+        """Measures once, in all paths at the same time or in the one with the number ``only`` (the
+        others then have moved nothing). None when it was stopped."""
         if self._stop.is_set():
             return None
         setting = rig.setting
-        self._observer.phase(f"{mode.value} {setting.block_bytes >> 10} KiB depth {setting.depth}")
+        depths = "/".join(str(depth) for depth in dict.fromkeys(map(setting.depth_of, Op)))
+        self._observer.phase(f"{mode.value} {setting.block_bytes >> 10} KiB depth {depths}")
         for place in self._places:
             if not place.file.direct:
                 place.drop_cache()
-        lanes = self._lanes(rig, mode, rig.buffers[pages])
+        lanes = self._lanes(rig, mode, rig.buffers[pages], only)
         streams = [Stream(lane, once=not self.plan.runtime) for lane in lanes]
         try:
             before, after = self._observe(rig, mode, streams)
@@ -292,7 +298,7 @@ class Session:
             self._read_back(lanes)
         self._runs_done += 1
         self._observer.progress(self._runs_done)
-        run = _difference(before, after, mode)
+        run = difference(before, after, mode)
         if not self.plan.runtime and all(place.file.direct for place in self._places):
             run = self._timed_by_ends(run, streams, before.seconds)
         return run
@@ -301,30 +307,31 @@ class Session:
         """One pass: each path's operation has the time until its own end, not until the slowest's."""
         paths = []
         for place, flows in zip(self._places, run.paths, strict=True):
-            ends = {
-                op: max(s.ended for s in streams if s.lane.file is place.file and s.lane.op is op)
-                for op in flows
-            }
+            here = [stream for stream in streams if stream.lane.file is place.file]
+            if not here:
+                paths.append(dict(flows))
+                continue
+            ends = {op: max(s.ended for s in here if s.lane.op is op) for op in flows}
             paths.append(
                 {op: dataclasses.replace(flow, seconds=ends[op] - begin) for op, flow in flows.items()}
             )
         return Run(tuple(paths), run.cpu_seconds)
 
-    def _observe(self, rig: _Rig, mode: Mode, streams: list[Stream]) -> tuple[_Counters, _Counters]:
+    def _observe(self, rig: Rig, mode: Mode, streams: list[Stream]) -> tuple[Counters, Counters]:
         runtime = self.plan.runtime
-        before = self._count(rig)
+        before = rig.count()
         for stream in streams:
             stream.start()
         if runtime:
             self._wait(streams, runtime * _RAMP_SHARE, 0.0)
-            before = self._count(rig)
+            before = rig.count()
         self._wait(streams, runtime or float("inf"), runtime)
         buffered = [place for place in self._places if not place.file.direct]
         if buffered and Op.WRITE in mode.ops and not self._stop.is_set():
             finish(streams)
             for place in buffered:
                 place.sync()
-        return before, self._count(rig)
+        return before, rig.count()
 
     def _wait(self, streams: list[Stream], seconds: float, runtime: float) -> None:
         """Until ``seconds`` have passed, all streams have ended, or one has failed."""
@@ -337,16 +344,6 @@ class Session:
                 self._stop.wait(min(_TICK_SECONDS, seconds - elapsed))
             elif all(stream.join(min(_TICK_SECONDS, seconds)) for stream in streams):
                 return
-
-    def _count(self, rig: _Rig) -> _Counters:
-        moved = rig.engine.stats().by_queue
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        nbytes = [{op: sum(moved[queue][op] for queue in queues) for op in Op} for queues in rig.queues]
-        latency = [
-            {op: sum((rig.engine.latency(q, op) for q in queues), Latency()) for op in Op}
-            for queues in rig.queues
-        ]
-        return _Counters(time.monotonic(), usage.ru_utime + usage.ru_stime, nbytes, latency)
 
     def _read_back(self, lanes: list[Lane]) -> None:
         """What was written is read and checked; what was read was checked already."""
@@ -367,19 +364,6 @@ class _Collector(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._take(record.getMessage())
-
-
-def _difference(before: _Counters, after: _Counters, mode: Mode) -> Run:
-    seconds = after.seconds - before.seconds
-    paths = []
-    for number in range(len(after.nbytes)):
-        flows = {}
-        for op in mode.ops:
-            latency = after.latency[number][op] - before.latency[number][op]
-            nbytes = after.nbytes[number][op] - before.nbytes[number][op]
-            flows[op] = Flow(nbytes, latency.count, seconds, latency)
-        paths.append(flows)
-    return Run(tuple(paths), after.cpu_seconds - before.cpu_seconds)
 
 
 def _fill_randomly(buffer: AlignedBuffer) -> None:

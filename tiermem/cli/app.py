@@ -12,6 +12,7 @@ from tiermem.cli.bench import bench
 from tiermem.cli.doctor import doctor
 from tiermem.cli.output import OutputError, checked_output
 from tiermem.cli.train import train
+from tiermem.cli.tune import tune
 from tiermem.errors import TierMemError
 
 EXIT_ERROR = 1
@@ -27,6 +28,7 @@ app = typer.Typer(
 
 app.command()(train)
 app.command()(bench)
+app.command()(tune)
 app.command()(doctor)
 
 

@@ -26,19 +26,20 @@ def head_lines(session: Session) -> Iterator[str]:
     """What is measured, where, and by what."""
     plan = session.plan
     for place in session.places:
-        yield from _place_lines(place)
+        yield from place_lines(place)
     yield f"backend      {session.backend} ({session.reason})"
     length = f"{plan.runtime:g} s" if plan.runtime else "one pass"
     threads = "1 thread" if plan.threads == 1 else f"{plan.threads} threads"
     yield (
         f"runs         {plan.loops} of {length} each, sequential, {threads} per path, a file of "
-        f"{_size(plan.size_bytes)} in each path, written once before"
+        f"{size_text(plan.size_bytes)} in each path, written once before"
     )
     for name in session.reclaimed:
         yield f"reclaimed    {name} of a run that was killed"
 
 
-def _place_lines(place: Place) -> Iterator[str]:
+def place_lines(place: Place) -> Iterator[str]:
+    """What a path lies on."""
     site = place.site
     yield f"path         {site.path}"
     for device in site.devices:
@@ -89,7 +90,7 @@ def result_table(results: Sequence[Result], paths: Sequence[str]) -> Table:
             for where, flows in rows:
                 first = [mode, *([where] if len(paths) > 1 else [])]
                 first += [result.pages.value] if with_pages else []
-                setting = [_size(result.setting.block_bytes), str(result.setting.depth)]
+                setting = [size_text(result.setting.block_bytes), str(result.setting.depth)]
                 table.add_row(*first, *setting, *_cells(flows))
     return table
 
@@ -106,7 +107,8 @@ def _cells(flows: Sequence[Flow]) -> list[str]:
     ]
 
 
-def _size(nbytes: int) -> str:
+def size_text(nbytes: int) -> str:
+    """A size as people write block sizes: ``2 MiB``."""
     return format_bytes(nbytes).replace(".0 ", " ")
 
 
@@ -136,7 +138,7 @@ def _pages_line(huge: Result, small: Result, op: Op) -> str:
     )
     mode = "" if len(huge.mode.ops) == 1 else "duplex "
     return (
-        f"4 KiB pages  {mode}{op.name.lower()} of {_size(huge.setting.block_bytes)} at depth "
+        f"4 KiB pages  {mode}{op.name.lower()} of {size_text(huge.setting.block_bytes)} at depth "
         f"{huge.setting.depth}: {ratios.median:.2f} [{ratios.lowest:.2f}, {ratios.highest:.2f}] times "
         "the bandwidth on huge pages"
     )

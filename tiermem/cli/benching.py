@@ -2,63 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from tiermem.benchmark import Mode, Plan, Result, Session
 from tiermem.benchmark.cautions import result_cautions
+from tiermem.cli.bar import watch
 from tiermem.cli.bench_tables import LEGEND, head_lines, pages_lines, result_table
 from tiermem.cli.stopping import Stopping
 from tiermem.errors import TierMemError
 
-
-class _Bar:
-    """An `Observer` that moves a bar."""
-
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self._progress = progress
-        self._task = task
-
-    def phase(self, text: str) -> None:
-        self._progress.update(self._task, description=text)
-
-    def progress(self, runs: float) -> None:
-        self._progress.update(self._task, completed=runs)
-
-
-class _Quiet:
-    """An `Observer` for where nobody watches."""
-
-    def phase(self, text: str) -> None:
-        pass
-
-    def progress(self, runs: float) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def _observer(console: Console, num_runs: int) -> Iterator[_Bar | _Quiet]:
-    if not console.is_terminal:
-        yield _Quiet()
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("run {task.completed:.1f} of {task.total:.0f}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        yield _Bar(progress, progress.add_task("starting", total=num_runs))
+_RUNS = "run {task.completed:.1f} of {task.total:.0f}"
 
 
 def bench_plan(plan: Plan, *, as_json: bool, picture: Path | None) -> int:
@@ -71,7 +33,7 @@ def bench_plan(plan: Plan, *, as_json: bool, picture: Path | None) -> int:
     failure: TierMemError | None = None
     with Stopping() as stopping:
         with (
-            _observer(Console(stderr=True), plan.num_runs) as observer,
+            watch(Console(stderr=True), plan.num_runs, _RUNS) as observer,
             Session(plan, observer, stopping.event) as session,
         ):
             try:

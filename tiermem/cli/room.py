@@ -61,16 +61,18 @@ def _check_memory(model: GPTConfig, on: dict[str, int], *, on_cpu: bool) -> None
 
 
 def _check_drives(model: GPTConfig, config: TierConfig, nbytes: int) -> None:
-    """``nbytes`` go to the paths by weight; paths on one filesystem share its space."""
+    """``nbytes`` go to the paths by weight; paths on one filesystem share its space. Weights that the
+    runtime will find by itself are not known yet: then all paths together have to take it."""
     weights = config.path_weights or (1.0,) * len(config.paths)
     needed: dict[int, int] = {}
     paths: dict[int, list[Path]] = {}
     for path, weight in zip(config.paths, weights, strict=True):
-        device = os.stat(path).st_dev
+        device = os.stat(path).st_dev if config.path_weights else 0
         needed[device] = needed.get(device, 0) + int(nbytes * weight / sum(weights))
         paths.setdefault(device, []).append(path)
     for device, there in paths.items():
-        free = free_bytes(there[0]) + sum(map(dead_bytes, there))
+        apart = {os.stat(path).st_dev: path for path in there}
+        free = sum(map(free_bytes, apart.values())) + sum(map(dead_bytes, there))
         if needed[device] > free:
             raise BudgetError(
                 f"{model.num_parameters:,} parameters need {format_bytes(needed[device])} on "

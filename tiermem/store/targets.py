@@ -90,7 +90,7 @@ class Targets:
                     context,
                     f"{total} bytes ({format_bytes(total)}) are needed in all, {needed[device]} of "
                     f"them there, where {free} bytes ({format_bytes(free)}) are free; free space, add "
-                    f"a path, or keep more in host memory",
+                    f"a path, give other path_weights, or keep more in host memory",
                 )
             check_file_limit(context)
 

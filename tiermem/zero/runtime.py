@@ -19,8 +19,6 @@ from torch.distributed import ProcessGroup
 from tiermem.comm import Communicator, open_communicator, single
 from tiermem.config import TierConfig, load_config
 from tiermem.errors import ConfigError, StateError, TierIOError
-from tiermem.io import open_engine
-from tiermem.io.base import QueueOptions
 from tiermem.kernels import open_kernels
 from tiermem.memory.arena import Arena
 from tiermem.memory.budget import check_host_budget, default_host_budget
@@ -31,6 +29,7 @@ from tiermem.schedule.placement import DevicePlan
 from tiermem.store.records import Record
 from tiermem.store.rundir import check_paths
 from tiermem.store.store import TieredStore
+from tiermem.tuning.choice import choose_paths, open_chosen_engine
 from tiermem.types import ALIGNMENT, Field, Tier
 from tiermem.zero.backward import BackwardTracker
 from tiermem.zero.forward import ForwardTracker
@@ -75,6 +74,14 @@ class Runtime:
         check_host_budget(budget)
         paths = self.config.paths if self.config.uses_nvme else ()
         check_paths(paths)
+        given_io = self.config.io.given
+        # Before the arena is there: measuring takes memory of its own for a moment.
+        self.path_use = choose_paths(
+            paths,
+            weights=self.config.path_weights if paths else None,
+            io=given_io,
+            direct=self.config.io.direct,
+        )
         self.ledger = Ledger({Tier.HOST: budget, Tier.DEVICE: 1 << 62})
         self.kernels = open_kernels()
         self.host = Arena(
@@ -84,18 +91,17 @@ class Runtime:
             pin=self.config.pin_memory,
             device=self.device.type,
         )
-        io = self.config.io
-        self.engine = open_engine(io.backend, paths[0] if paths else None)
+        self.engine = open_chosen_engine(self.path_use, given_io, paths[0] if paths else None)
         try:
             self._register(self.host)
             self.store = TieredStore(
                 self.engine,
                 self.host,
                 paths=paths,
-                weights=self.config.path_weights if self.config.uses_nvme else None,
+                weights=self.path_use.weights,
                 stripe_bytes=int(self.config.stripe_bytes),
-                queue_options=QueueOptions(int(io.chunk_bytes), io.read_depth, io.write_depth),
-                direct=io.direct,
+                queue_options=self.path_use.queue_options,
+                direct=self.config.io.direct,
                 on_failed_write=self._write_failed,
             )
         except BaseException:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tiermem.memory.ledger import TierUsage
+from tiermem.store.stats import StoreStats
+from tiermem.tuning.candidates import Candidate
+from tiermem.tuning.profile import PathBandwidth
 from tiermem.types import Field, Tier
 
 if TYPE_CHECKING:
@@ -22,6 +25,18 @@ class MemoryStats:
     budget: int
     locked: int
     by_purpose: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class PathShare:
+    """One path: its share of what lies on all paths, what was measured of it (None: nothing), and the
+    bytes that were moved."""
+
+    path: str
+    weight: float
+    bandwidth: PathBandwidth | None
+    read_bytes: int
+    written_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +61,10 @@ class RuntimeStats:
     direct: bool  # every path is O_DIRECT
     update_mode: str
     num_parameters: int
+    paths: tuple[PathShare, ...]
+    path_weights_from: str
+    io: Candidate  # with the backend in use
+    io_from: str
 
 
 def collect(runtime: Runtime) -> RuntimeStats:
@@ -74,6 +93,22 @@ def collect(runtime: Runtime) -> RuntimeStats:
         direct=runtime.store.direct,
         update_mode="backward" if runtime.updates.in_backward else "deferred",
         num_parameters=sum(p.real.numel() for g in runtime.groups for p in g.params),
+        paths=_paths(runtime, store),
+        path_weights_from=runtime.path_use.weights_from,
+        io=replace(runtime.path_use.settings, backend=runtime.engine.name),
+        io_from=runtime.path_use.settings_from,
+    )
+
+
+def _paths(runtime: Runtime, store: StoreStats) -> tuple[PathShare, ...]:
+    use = runtime.path_use
+    bandwidths = use.bandwidths or (None,) * len(store.paths)
+    total = sum(use.weights)
+    return tuple(
+        PathShare(str(path), weight / total, bandwidth, moved.read_bytes, moved.written_bytes)
+        for path, weight, bandwidth, moved in zip(
+            runtime.config.paths, use.weights, bandwidths, store.paths, strict=False
+        )
     )
 
 

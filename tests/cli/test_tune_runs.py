@@ -1,0 +1,158 @@
+"""`tiermem tune` end to end: what it finds, says, saves and leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from bench_rig import left_in
+from tune_rig import SHORT, Environment, command, run, tune, tune_json
+
+from tiermem.config import load_config
+from tiermem.tuning.choice import choose_paths
+from tiermem.tuning.profile import load_profile
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Path:
+    path = tmp_path / "drive"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def state(tmp_path: Path, plain_environment: Environment, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this test's profiles are kept, here and in what it runs."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    plain_environment["XDG_STATE_HOME"] = str(tmp_path / "state")
+    return tmp_path / "state" / "tiermem"
+
+
+def test_it_finds_says_how_sure_and_saves(
+    drive: Path, state: Path, plain_environment: Environment
+) -> None:
+    found = tune_json(plain_environment, drive)
+    assert found["seconds"] < 4 + 4  # the budget, and what was begun within it
+    assert found["runs"] > 10
+    assert found["settings_tried"] >= 2
+    assert found["written_bytes"] > 0
+    assert found["stopped"] is False
+    if found["gain"]["low"] is not None:
+        assert found["gain"]["low"] <= found["gain"]["median"] <= found["gain"]["high"]
+    assert found["is_distinguishable"] == (found["chosen"] != found["default"])
+    profile = load_profile(Path(found["saved"]))
+    assert profile is not None
+    assert profile.fields() == found["profile"]
+    assert list(state.iterdir()) == [Path(found["saved"])]
+    (path,) = profile.paths
+    low, high = path.spread
+    assert 0 < low <= high
+    assert path.bandwidth.read_gb_per_s is not None
+    assert left_in(drive) == []
+    # A runtime finds it.
+    use = choose_paths([drive], io={})
+    assert use.settings == profile.settings
+    assert found["saved"] in use.settings_from
+
+
+def test_several_paths_have_shares_of_use_together(
+    drive: Path, tmp_path: Path, state: Path, plain_environment: Environment
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    found = tune_json(plain_environment, drive, other)
+    assert found["together_over_alone"] > 0
+    weights = found["profile"]["weights"]
+    assert sum(weights) == pytest.approx(1.0, abs=1e-4)
+    speeds = [
+        min(path["duplex_read_gb_per_s"], path["duplex_write_gb_per_s"])
+        for path in found["profile"]["paths"]
+    ]
+    assert weights[0] == pytest.approx(speeds[0] / sum(speeds), rel=1e-3)
+    assert any("share one device" in text for text in found["warnings"])
+    assert choose_paths([drive, other], io={}).weights_from.endswith(found["saved"])
+    assert left_in(drive, other) == []
+
+
+@pytest.mark.usefixtures("state")
+def test_emitted_configuration_is_all_of_stdout(drive: Path, plain_environment: Environment) -> None:
+    ours = tune(plain_environment, drive, *SHORT, "--emit", "tiermem")
+    config = load_config({"params": "nvme", "optimizer": "nvme", **json.loads(ours.stdout)})
+    assert config.paths == (drive,)
+    assert "search" in ours.stderr
+    theirs = tune(plain_environment, drive, *SHORT, "--emit", "deepspeed", "--backend", "threads")
+    assert list(json.loads(theirs.stdout)) == ["aio"]
+
+
+def test_saving_elsewhere_and_not_at_all(
+    drive: Path, tmp_path: Path, state: Path, plain_environment: Environment
+) -> None:
+    file = tmp_path / "mine.json"
+    shown = tune(plain_environment, drive, *SHORT, "--save", file).stdout
+    assert load_profile(file) is not None
+    assert str(file) in shown
+    for word in ("device", "search", "settings", "the default", "both at once"):
+        assert word in shown
+    assert tune_json(plain_environment, drive, "--no-save")["saved"] is None
+    assert not state.exists()
+
+
+@pytest.mark.usefixtures("state")
+def test_a_budget_too_short_to_search_says_so(drive: Path, plain_environment: Environment) -> None:
+    found = tune(plain_environment, drive, "--size", "128MiB", "--budget", "1s").stdout
+    assert "--budget" in found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--budget", "soon"), "30s"),
+        (("--budget", "0.1s"), "budget is 0.1 s"),
+        (("--size", "1MiB"), "--size"),
+        (("--backend", "magic"), "io_uring"),
+        (("--emit", "yaml"), "deepspeed"),
+        (("--save", "a", "--no-save"), "exclude"),
+    ],
+)
+def test_what_cannot_work_is_said(
+    drive: Path, plain_environment: Environment, arguments: tuple[str, ...], words: str
+) -> None:
+    done = run(plain_environment, drive, *arguments)
+    assert done.returncode != 0
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert left_in(drive) == []
+
+
+def test_a_profile_that_cannot_be_saved(drive: Path, plain_environment: Environment) -> None:
+    done = run(plain_environment, drive, *SHORT, "--save", "/proc/none/profile.json")
+    assert done.returncode == 1
+    assert "/proc/none/profile.json" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert left_in(drive) == []
+
+
+@pytest.mark.usefixtures("state")
+def test_a_bar_on_a_terminal(drive: Path, plain_environment: Environment) -> None:
+    main, terminal = os.openpty()
+    process = subprocess.Popen(
+        command(drive, *SHORT),
+        stdout=subprocess.DEVNULL,
+        stderr=terminal,
+        env=plain_environment | {"TERM": "xterm"},
+    )
+    os.close(terminal)
+    shown = b""
+    try:
+        while part := os.read(main, 4096):
+            shown += part
+    except OSError:  # the terminal's other end is closed
+        pass
+    finally:
+        os.close(main)
+    assert process.wait(60) == 0
+    assert b"duplex 2048 KiB depth" in shown
+    assert b"of 4 s" in shown
