@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-from ranks import run_ranks
 from rank_rig import Trained, assert_same, train
+from ranks import run_ranks
 
 SMALL = {"persistence_threshold_numel": 1000, "host_memory": "64MiB", "device": "cpu"}
 
@@ -73,7 +72,9 @@ def test_micro_steps(declared: int | None, tmp_path: Path) -> None:
     for results in run_ranks(train_all, 2, jobs, timeout_s=200):
         for config, result in zip(configs, results, strict=True):
             late = declared is not None and config["stage"] < 2
-            like = next(i for i, c in enumerate(configs) if late == (declared is not None and c["stage"] < 2))
+            like = next(
+                i for i, c in enumerate(configs) if late == (declared is not None and c["stage"] < 2)
+            )
             try:
                 assert_same(result, results[like])
             except AssertionError as error:

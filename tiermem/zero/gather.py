@@ -4,14 +4,6 @@
 until its memory is needed (the use trace is a known cycle, so the one used farthest in the future
 goes first; room.py). A gather of a group with a pending update starts the update; nobody sees the
 parameters before it is done.
-
-[Note: commitments] Over several ranks a gather ends with an exchange (see [Note: whole leases] in
-group.py). Exchanges may begin at different times on different ranks, but each rank must make the same
-ones. A use makes one if the lease is not whole. One that is made ahead of its use is *committed* at
-a point that all ranks pass alike, for the groups that the trace names next in this pass, whether or
-not their memory and their shard are at hand yet; it then comes to pass in any case, before the
-group is used, updated, or given up. Nothing is committed across an optimizer step, which would make
-it out of date.
 """
 
 from __future__ import annotations
@@ -24,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tiermem.comm import Kind
 from tiermem.errors import BudgetError
 from tiermem.io.base import Op, Priority
 from tiermem.memory.arena import Arena
@@ -36,7 +27,7 @@ from tiermem.store.transfer import Transfer
 from tiermem.types import Field, round_up
 from tiermem.zero.group import ParamGroup, ShardedParam, ShardedState, Transfers
 from tiermem.zero.room import DeviceRoom, is_idle
-from tiermem.zero.sharing import Exchanges, share_out
+from tiermem.zero.shares import SharedShards
 from tiermem.zero.staging import HostImages
 from tiermem.zero.update import UpdateJob, UpdatePipeline
 
@@ -62,7 +53,7 @@ class GatherScheduler:
         self._traces: dict[bool, UseTrace] = {}
         self.trace = UseTrace()
         self._lease_writes: deque[Transfer] = deque()
-        self._parting: deque[Exchanges] = deque()  # whose groups have been given up
+        self.shares = SharedShards(runtime, self)
         self.stall_seconds = 0.0
         self.prefetch_hits = 0
         self.prefetch_misses = 0
@@ -126,16 +117,16 @@ class GatherScheduler:
         self.gather(group, demand=True)
         group.ahead = group.leaving = False
         self.ready(group)
-        self._make_whole(group)
+        self.shares.make_whole(group)
 
     def reshard(self, group: ParamGroup) -> None:
         """Takes the parameters out of their slots; the lease stays until it is needed."""
         if group.state is ShardedState.UNSHARDED and group.uses == 0:
             group.swap_out()
         most = self._runtime.config.max_reuse_numel
-        if most is not None and is_idle(group) and not self._runtime.backward.pins(group):
-            if self._reuse_numel(group) > most:
-                self.drop(group)
+        unused = is_idle(group) and not self._runtime.backward.pins(group)
+        if most is not None and unused and self._reuse_numel(group) > most:
+            self.drop(group)
 
     def _reuse_numel(self, group: ParamGroup) -> float:
         """Elements of parameters that are used before ``group`` is used again."""
@@ -204,9 +195,7 @@ class GatherScheduler:
     def _start_update(self, group: ParamGroup) -> None:
         assert group.pending is not None
         assert group.lease is not None
-        if group.exchange is not None:  # others may still be reading the old values
-            exchange, group.exchange = group.exchange, None
-            exchange.wait()
+        self.shares.finish(group)  # others may still be reading the old values
         image = group.lease.tensor if self._addressable else self._images.find(group)
         if image is None:
             image = self._images.make(group)
@@ -288,8 +277,7 @@ class GatherScheduler:
             if self._lease_writes:
                 self._observe(self._lease_writes.popleft())
                 return True
-            if self._parting:
-                self._parting.popleft().wait()
+            if self.shares.finish_oldest():
                 return True
             if self._images.retire(wait=True):
                 return True
@@ -307,58 +295,6 @@ class GatherScheduler:
         finally:
             self.stall_seconds += time.perf_counter() - started
 
-    # ---- several ranks, see [Note: commitments]
-
-    def _start_exchange(self, group: ParamGroup) -> None:
-        """This rank's shard is current: gives it to all others, and takes theirs."""
-        assert group.lease is not None
-        if group.exchange is not None:
-            group.exchange.wait()
-        parts = [
-            share_out(group.sharing, Kind.PARAMS, region.number, group.name, group.region_view(region))
-            for region in group.regions
-        ]
-        group.exchange, group.under_way = Exchanges(parts, group.lease), True
-
-    def _make_whole(self, group: ParamGroup) -> None:
-        """Waits for the shards of all others; this rank's is current."""
-        if group.whole:
-            return
-        if not group.under_way:
-            self._start_exchange(group)
-        started = time.perf_counter()
-        assert group.exchange is not None
-        group.exchange.wait_received()
-        self.stall_seconds += time.perf_counter() - started
-        group.whole, group.committed, group.under_way = True, False, False
-
-    def honour(self, group: ParamGroup) -> None:
-        """Sees to what was committed for ``group``, before its values change."""
-        if group.committed:
-            self.gather(group, demand=True)
-            self.ready(group)
-            self._make_whole(group)
-
-    def _commit(self, next_pass: bool, window: Sequence[int]) -> None:
-        """See [Note: commitments]. All ranks call it with the same ``window``."""
-        near = set(self.trace.upcoming(len(self.groups), next_pass=next_pass))
-        for group in (self.groups[index] for index in window if index in near):
-            if not group.sharing.alone and not (group.lease is not None and group.whole):
-                group.committed = True
-
-    def _advance(self) -> None:
-        """Starts committed exchanges of groups whose shard is at hand."""
-        committed = [g for g in self.groups if g.committed and not g.under_way]
-        if not committed:
-            return
-        self.poll()
-        for group in committed:
-            updating = group.job is not None or group.pending is not None
-            if group.lease is not None and not updating:
-                if group.transfer is None or group.transfer.done():
-                    self.ready(group)
-                    self._start_exchange(group)
-
     # ---- giving up a lease
 
     def drop(self, group: ParamGroup) -> None:
@@ -372,9 +308,7 @@ class GatherScheduler:
         self.take_lease(group, None)
         self._images.discard(group)
         group.transfer = None
-        if group.exchange is not None:
-            self._parting.append(group.exchange)
-            group.exchange, group.under_way = None, False
+        self.shares.part(group)
         if group.state is ShardedState.UNSHARDED:
             group.swap_out()
         if group.state is ShardedState.GATHERING:
@@ -392,11 +326,7 @@ class GatherScheduler:
         """Afterwards nothing reads or writes the group's lease."""
         if group.transfer is not None:
             self._finish_read(group)
-        if group.under_way:
-            self._make_whole(group)
-        if group.exchange is not None:
-            group.exchange.wait()
-            group.exchange = None
+        self.shares.finish(group)
 
     def settle(self, group: ParamGroup, *, force: bool = False) -> None:
         """Writes back what the user has written into the group's parameters; their masters are
@@ -480,12 +410,12 @@ class GatherScheduler:
         upcoming = self.trace.upcoming(len(self.groups))
         sizes = {g.index: 0 if g.persistent else round_up(g.nbytes) for g in self.groups}
         window = plan_prefetch(upcoming, sizes, self.room.ahead_bytes)
-        self._commit(next_pass, window)
+        self.shares.commit(window, next_pass=next_pass)
         for group in (self.groups[index] for index in window):
-            if group.lease is None or (group.pending is not None and group.job is None):
-                if not self.gather(group, demand=False):
-                    break
-        self._advance()
+            started = group.lease is not None and (group.pending is None or group.job is not None)
+            if not started and not self.gather(group, demand=False):
+                break
+        self.shares.advance()
 
     def apply_pending(self, groups: Iterable[ParamGroup] | None = None) -> None:
         """Applies the pending updates of ``groups`` (all), in order of use, and waits."""
@@ -505,9 +435,9 @@ class GatherScheduler:
         """Which updates had been applied before differs from rank to rank; what lies in device memory
         must not (see [Note: deterministic room])."""
         for group in self.groups:
-            if group.sharded and is_idle(group) and not group.committed:
-                if not self._runtime.backward.pins(group):
-                    self.drop(group)
+            pinned = group.committed or self._runtime.backward.pins(group)
+            if group.sharded and is_idle(group) and not pinned:
+                self.drop(group)
 
     def finish_writes(self) -> None:
         """Waits for every write-back from a lease."""

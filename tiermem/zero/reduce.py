@@ -1,10 +1,10 @@
 """Gradients over several ranks: summed, each rank keeping what it owns.
 
-[Note: reduction] What autograd accumulates on this rank lies in a *partial* buffer of its group, whole.
-When the group is done in a backward that reduces (see [Note: stages], sharing.py), every rank sends each
-other rank that one's shard and adds up its own: in fp32, in rank order, divided by the number of
-ranks, rounded once. So the result does not depend on stage, timing, or the transport. At stage 0 the
-sums are then exchanged, so that all ranks have all of them.
+[Note: reduction] What autograd accumulates on this rank lies in a *partial* buffer of its group,
+whole. When the group is done in a backward that reduces (see [Note: stages], sharing.py), every rank
+sends each other rank that one's shard and adds up its own: in fp32, in rank order, divided by the
+number of ranks, rounded once. So the result does not depend on stage, timing, or the transport. At
+stage 0 the sums are then exchanged, so that all ranks have all of them.
 
 [Note: presence] Which parameters had a gradient may differ from rank to rank (a branch not taken). At
 the end of a backward that reduces, ranks tell each other; a parameter that had one anywhere has one

@@ -2,12 +2,15 @@
 
 [Note: stages] One mechanism, three questions, answered here for every stage:
 
-| stage | parameters between uses | optimizer states | gradients leave their rank |
+| stage | parameters between uses | optimizer states | gradients are reduced |
 |---|---|---|---|
-| 0 | whole on every rank | whole on every rank | when a step's last backward is done, and come back summed |
-| 1 | whole on every rank | the rank's shard | when a step's last backward is done |
+| 0 | whole on every rank | whole on every rank | in a step's last backward, and exchanged |
+| 1 | whole on every rank | the rank's shard | in a step's last backward |
 | 2 | whole on every rank | the rank's shard | in every backward |
 | 3 | the rank's shard | the rank's shard | in every backward |
+
+Which backward is a step's last is known if ``gradient_accumulation_steps`` is declared; without it
+every backward reduces at every stage.
 
 Parameters below the persistence threshold are whole at stage 3 too, as at stage 2 (Rajbhandari et
 al., "ZeRO", SC '20, section 5; stage 3 persistence as in DeepSpeed). Alone a rank owns everything and

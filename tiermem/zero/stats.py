@@ -76,7 +76,9 @@ def collect(runtime: Runtime) -> RuntimeStats:
         read_bytes=sum(path.read_bytes for path in store.paths),
         written_bytes=sum(path.written_bytes for path in store.paths),
         copied_bytes=store.copied_bytes,
-        stall_seconds=runtime.gather.stall_seconds + runtime.gradients.stall_seconds,
+        stall_seconds=runtime.gather.stall_seconds
+        + runtime.gather.shares.stall_seconds
+        + runtime.gradients.stall_seconds,
         update_seconds=runtime.pipeline.busy_seconds,
         prefetch_hits=runtime.gather.prefetch_hits,
         prefetch_misses=runtime.gather.prefetch_misses,

@@ -80,7 +80,7 @@ class UpdateController:
         """From here on the group's gradients belong to its pending update."""
         if group.pending is not None:
             self._runtime.gather.apply_pending([group])
-        self._runtime.gather.honour(group)
+        self._runtime.gather.shares.honour(group)
         self._runtime.gather.settle(group)
         gradient = group.gradient
         assert gradient is not None
