@@ -4,9 +4,9 @@
 
 Two background streams keep 128 MiB queued each on one path queue: writes alone (a write-back), or
 writes and reads (write-back and prefetch). Meanwhile one read after the other, of random blocks
-elsewhere in the file, is timed from submission to the end of its wait. Runs with Priority.DEMAND and with
-the background's own priority take turns; so do runs with nothing in the background, which are the
-floor. Percentiles are over all reads of a kind; the spread is that of the runs' own.
+elsewhere in the file, is timed from submission to the end of its wait. Runs with Priority.DEMAND and
+with the background's own priority take turns; so do runs with nothing in the background, which are
+the floor. Percentiles are over all reads of a kind; the spread is that of the runs' own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PAUSE_S = 2e-3  # up to so long between two reads, so that they do not fall in s
 
 
 class Rig:
-    """A file, written once, and an engine with one queue. Quarters: demand, prefetch, twice write-back."""
+    """A file, written once, and an engine with one queue. Quarters: demand, prefetch, write-back (2)."""
 
     def __init__(self, arguments: argparse.Namespace, options: tio.QueueOptions) -> None:
         self.quarter = arguments.size // 4 // REQUEST_BYTES * REQUEST_BYTES

@@ -14,11 +14,11 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tiermem.io import checks
-from tiermem.io.base import EngineStats, Fault, FaultKind, Op, Priority, QueueOptions
+from tiermem.io.base import EngineStats, Fault, FaultKind, Move, Op, Priority, QueueOptions
 from tiermem.io.latency import Latency, LatencyCounter
 from tiermem.io.request import Outcome, PendingRequest
 from tiermem.types import ALIGNMENT
@@ -195,11 +195,11 @@ class _PathQueue:
                 self._workers.append(worker)
                 worker.start()
 
-    def push(self, op: Op, priority: Priority, request: ThreadRequest) -> None:
+    def push(self, op: Op, priority: Priority, requests: Sequence[ThreadRequest]) -> None:
         with self._lock:
             if self._closing:
                 raise checks.closed_error()
-            self._lists[op][priority].append(request)
+            self._lists[op][priority].extend(requests)
             self._wake[op].notify_all()
 
     def _cut(self, op: Op) -> _Chunk | None:
@@ -374,24 +374,40 @@ class ThreadsEngine:
         priority: Priority = Priority.BACKGROUND,
     ) -> ThreadRequest:
         """Starts a transfer and returns at once."""
+        move = (fd, offset, address, length)
+        return self.submit_many(queue, op, (move,), owner=owner, priority=priority)[0]
+
+    def submit_many(
+        self,
+        queue: int,
+        op: Op,
+        moves: Sequence[Move],
+        *,
+        owner: object = None,
+        priority: Priority = Priority.BACKGROUND,
+    ) -> list[ThreadRequest]:
+        """Starts many transfers under one lock; all of them or none."""
         self._check()
-        checks.check_transfer(fd, offset, address, length)
+        for move in moves:
+            checks.check_transfer(*move)
         if not 0 <= queue < len(self._queues):
             raise ValueError(f"queue is {queue}; there are {len(self._queues)}")
         operation = "read" if op == Op.READ else "write"
-        request = ThreadRequest(operation, fd, offset, address, length, owner)
-        if length:
-            self._start(request, lambda: self._queues[queue].push(Op(op), Priority(priority), request))
-        else:
-            request.finish()
-        return request
+        requests = [ThreadRequest(operation, *move, owner) for move in moves]
+        started = [request for request in requests if request.length]
+        self._start(requests, lambda: self._queues[queue].push(Op(op), Priority(priority), started))
+        for request in requests:
+            if not request.length:
+                request.finish()
+        return requests
 
     @staticmethod
-    def _start(request: ThreadRequest, push: Callable[[], None]) -> None:
+    def _start(requests: Sequence[ThreadRequest], push: Callable[[], None]) -> None:
         try:
             push()
         except BaseException:
-            request.finish()  # never started: its finalizer must not wait
+            for request in requests:
+                request.finish()  # never started: its finalizer must not wait
             raise
 
     def copy(
@@ -402,7 +418,7 @@ class ThreadsEngine:
         checks.check_transfer(0, 0, min(destination, source), length)
         request = ThreadRequest("copy", -1, 0, destination, length, owner)
         request.source = source
-        self._start(request, lambda: self._copies.push(request))
+        self._start((request,), lambda: self._copies.push(request))
         return request
 
     def cancel(self, queue: int) -> None:
