@@ -44,7 +44,7 @@ PAUSE_S = 2e-3  # up to so long between two reads, so that they do not fall in s
 
 
 class Rig:
-    """A file, written once, and an engine with one queue. Quarters: demand, prefetch, write-back (2)."""
+    """A file, written once, and an engine with one queue. Quarters: demand, prefetch, write-back."""
 
     def __init__(self, arguments: argparse.Namespace, options: tio.QueueOptions) -> None:
         self.quarter = arguments.size // 4 // REQUEST_BYTES * REQUEST_BYTES

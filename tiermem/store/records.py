@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tiermem.errors import ConfigError, StateError, TierIOError
 from tiermem.io.base import Op
@@ -119,6 +119,19 @@ class Record:
         return f"{self.name} ({format_bytes(self.nbytes)}, {self.residency.value})"
 
 
+class RecordSpan(NamedTuple):
+    """The bytes [start, stop) of ``record`` and where in memory they go or come from.
+
+    ``start`` is a multiple of 4096, ``stop`` too or the end of the record; at ``address``, a multiple
+    of 4096 too, there is room for ``stop - start`` rounded up to 4096.
+    """
+
+    record: Record
+    start: int
+    stop: int
+    address: int
+
+
 def transition(record: Record, to: Residency) -> None:
     """The only place that changes a record's residency (see [Note: residency]).
 
@@ -146,17 +159,17 @@ def refresh(record: Record) -> None:
         transition(record, record.resting)
 
 
-def pieces_of(record: Record, span: tuple[int, int], host: int) -> list[Piece]:
+def pieces_of(span: RecordSpan, host: int) -> list[Piece]:
     """Where the range lies; ``host`` is the target number of host memory."""
-    start, stop = span[0], round_up(span[1])
+    record, start, stop = span.record, span.start, round_up(span.stop)
     if record.extents is None:
         return [Piece(host, start, start, stop - start)]
     return record.extents.resolve(start, stop)
 
 
-def check_span(record: Record, span: tuple[int, int], address: int) -> None:
+def check_span(span: RecordSpan) -> None:
     """Raises ValueError for a range or an address that no transfer can have."""
-    start, stop = span
+    record, start, stop, address = span
     if not 0 <= start < stop <= record.nbytes:
         raise ValueError(
             f"[{start}, {stop}) is not a range of record {record.name} of {record.nbytes} bytes"
@@ -168,13 +181,14 @@ def check_span(record: Record, span: tuple[int, int], address: int) -> None:
         )
 
 
-def check_readable(record: Record, span: tuple[int, int]) -> None:
+def check_readable(span: RecordSpan) -> None:
     """Raises `StateError` if the range holds nothing, or nothing that can be trusted."""
+    record, start, stop, _ = span
     if record.failed is not None:
         raise StateError(refusal(record))
-    if not record.written.covers(*span):
+    if not record.written.covers(start, stop):
         raise StateError(
-            f"bytes [{span[0]}, {span[1]}) of record {record} were never written; write them first"
+            f"bytes [{start}, {stop}) of record {record} were never written; write them first"
         )
 
 

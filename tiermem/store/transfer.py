@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from tiermem.errors import IOContext, TierIOError
 from tiermem.io.base import Op, Request
-from tiermem.store.records import Record
+from tiermem.store.records import RecordSpan
+from tiermem.store.runs import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +20,9 @@ class PieceRequest:
     """One piece under way. ``target`` is the path's number, or the number of paths for host memory;
     ``path`` and ``offset`` are what an error says."""
 
-    request: Request
+    request: Request | Part
     target: int
-    path: str
+    path: Path | str
     offset: int
     length: int
 
@@ -45,6 +48,7 @@ class Transfer:
         "_keeper",
         "_owner",
         "_requests",
+        "address",
         "error",
         "nbytes",
         "op",
@@ -57,23 +61,20 @@ class Transfer:
 
     def __init__(
         self,
-        record: Record,
         op: Op,
-        span: tuple[int, int],
-        requests: list[PieceRequest],
+        span: RecordSpan,
         owner: object,
         keeper: Keeper,
     ) -> None:
-        self.record = record
+        self.record, self.start, self.stop, self.address = span
         self.op = op
-        self.start, self.stop = span
         self.nbytes = self.stop - self.start
         self.error: TierIOError | None = None
         """The failure of the first failed piece, once settled."""
         self.settled = False
         self.reported = False
         """Whether its failure has been raised to somebody."""
-        self._requests = requests
+        self._requests: list[PieceRequest] = []
         self._owner = owner
         self._keeper = keeper
 
@@ -136,9 +137,42 @@ def _failure(transfer: Transfer, piece: PieceRequest) -> TierIOError | None:
     except OSError as error:
         number = error.errno or errno.EIO
         operation = "write" if transfer.op is Op.WRITE else "read"
-        context = IOContext(operation, piece.path, piece.offset, piece.length, transfer.record.name)
+        context = IOContext(
+            operation, str(piece.path), piece.offset, piece.length, transfer.record.name
+        )
         detail = error.strerror or str(error)
         failure = TierIOError(number, context, "" if detail == os.strerror(number) else detail)
         failure.__cause__ = error
         return failure
     return None
+
+
+def enter(transfers: Sequence[Transfer]) -> list[Transfer]:
+    """Puts each among its record's in flight, or none of them: what it must come after is returned.
+
+    Raises ValueError for transfers that conflict with each other.
+    """
+    entered: set[Transfer] = set()
+    conflicts: list[Transfer] = []
+    try:
+        for transfer in transfers:
+            in_flight = transfer.record.in_flight
+            for other in in_flight:
+                if other.conflicts(transfer.op, transfer.start, transfer.stop):
+                    if other in entered:
+                        raise ValueError(
+                            f"two of the transfers are of overlapping parts of record "
+                            f"{transfer.record.name}: [{other.start}, {other.stop}) and "
+                            f"[{transfer.start}, {transfer.stop}); start one after the other"
+                        )
+                    conflicts.append(other)
+            in_flight.append(transfer)
+            entered.add(transfer)
+    except ValueError:
+        conflicts = list(entered)  # to be undone
+        raise
+    finally:
+        if conflicts:
+            for transfer in entered:
+                transfer.record.in_flight.remove(transfer)
+    return conflicts
