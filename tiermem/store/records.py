@@ -32,6 +32,8 @@ class Residency(enum.Enum):
     HOST = "host"
     WRITING = "writing"
 
+    __hash__ = object.__hash__  # members are singletons; Enum's own hashes the name, in Python
+
 
 _MOVES: Mapping[Residency, frozenset[Residency]] = {
     Residency.ABSENT: frozenset({Residency.WRITING, Residency.HOST}),
@@ -150,13 +152,12 @@ def transition(record: Record, to: Residency) -> None:
 
 def refresh(record: Record) -> None:
     """Brings the state in line with what is in flight (see [Note: residency])."""
-    operations = {transfer.op for transfer in record.in_flight}
-    if Op.WRITE in operations:
-        transition(record, Residency.WRITING)
-    elif Op.READ in operations:
-        transition(record, Residency.READING)
-    else:
+    if not record.in_flight:
         transition(record, record.resting)
+    elif any(transfer.op is Op.WRITE for transfer in record.in_flight):
+        transition(record, Residency.WRITING)
+    else:
+        transition(record, Residency.READING)
 
 
 def pieces_of(span: RecordSpan, host: int) -> list[Piece]:

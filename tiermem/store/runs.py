@@ -39,6 +39,8 @@ class Run:
     lane: Lane
     moves: Sequence[Move]
     request: Request
+    well: bool = False
+    """The request was seen to have succeeded; never taken back."""
     _own: Sequence[Request] | None = None  # after a failure; guarded by _lock
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -48,16 +50,13 @@ class Run:
         if not self.request.done():
             return self.request
         with self._lock:  # against two threads that both move it again
-            if self._own is None:
-                self._own = self._repeated()
-            return self._own[at] if self._own else self.request
-
-    def _repeated(self) -> Sequence[Request]:
-        try:
-            self.request.wait()
-        except OSError:
-            return self.lane.submit(self.moves)
-        return ()
+            if self._own is None and not self.well:
+                try:
+                    self.request.wait()
+                    self.well = True
+                except OSError:
+                    self._own = self.lane.submit(self.moves)
+            return self.request if self._own is None else self._own[at]
 
 
 class Part:
@@ -75,9 +74,12 @@ class Part:
 
     def wait(self) -> None:
         """Blocks until complete; raises OSError for this move alone."""
+        run = self._run
+        if run.well:
+            return
         with contextlib.suppress(OSError):  # the teller knows what that means for this move
-            self._run.request.wait()
-        self._run.teller(self._at).wait()
+            run.request.wait()
+        run.teller(self._at).wait()
 
 
 def start(lane: Lane, moves: Sequence[Move], limit_bytes: int) -> list[Request | Part]:

@@ -104,23 +104,28 @@ class Targets:
         If it raises, the pieces started so far are in each transfer's ``requests``.
         """
         owner, priority = terms
-        moves: list[list[tuple[Transfer, Move]]] = [[] for _ in self._directories]
+        moves: list[list[Move]] = [[] for _ in self._directories]
+        movers: list[list[Transfer]] = [[] for _ in self._directories]
         for transfer, pieces in places:
-            record = transfer.record
-            for piece in pieces:
-                at = transfer.address + piece.record_offset - transfer.start
-                if piece.target < self.num_paths:
-                    file = self._files[record.generation][piece.target]
-                    offset = record.bases[piece.target] + piece.target_offset
-                    moves[piece.target].append((transfer, (file.fd, offset, at, piece.length)))
+            record, base = transfer.record, transfer.address - transfer.start
+            files = self._files[record.generation]
+            for target, target_offset, record_offset, length in pieces:
+                if target < len(files):
+                    offset = record.bases[target] + target_offset
+                    moves[target].append((files[target].fd, offset, base + record_offset, length))
+                    movers[target].append(transfer)
                 else:
-                    self._submit_copy(transfer, piece, at, owner)
-        for target, (queue, some) in enumerate(zip(self._queues, moves, strict=True)):
-            lane = Lane(self._engine, queue, op, owner, priority)
-            requests = start(lane, [move for _, move in some], self._run_bytes) if some else ()
-            for (transfer, move), request in zip(some, requests, strict=True):
-                path = self._files[transfer.record.generation][target].path
-                transfer.requests.append(PieceRequest(request, target, path, move[1], move[3]))
+                    piece = Piece(target, target_offset, record_offset, length)
+                    self._submit_copy(transfer, piece, base + record_offset, owner)
+        for target, some in enumerate(moves):
+            if some:
+                lane = Lane(self._engine, self._queues[target], op, owner, priority)
+                requests = start(lane, some, self._run_bytes)
+                for transfer, request, (_, offset, _, length) in zip(
+                    movers[target], requests, some, strict=True
+                ):
+                    path = self._files[transfer.record.generation][target].path
+                    transfer.requests.append(PieceRequest(request, target, path, offset, length))
 
     def count(self, op: Op, requests: Sequence[PieceRequest]) -> None:
         """These have succeeded."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tiermem.errors import IOContext, TierIOError
 from tiermem.io.base import Op, Request
@@ -15,8 +14,7 @@ from tiermem.store.records import RecordSpan
 from tiermem.store.runs import Part
 
 
-@dataclass(frozen=True, slots=True)
-class PieceRequest:
+class PieceRequest(NamedTuple):
     """One piece under way. ``target`` is the path's number, or the number of paths for host memory;
     ``path`` and ``offset`` are what an error says."""
 
@@ -115,8 +113,13 @@ class Transfer:
 
     def collect(self) -> TierIOError | None:
         """Reads every piece's result (blocking); the first failure. For the store."""
-        failures = [_failure(self, piece) for piece in self._requests]
-        return next((failure for failure in failures if failure is not None), None)
+        first: TierIOError | None = None
+        for piece in self._requests:  # all of them, before the failure is told
+            try:
+                piece.request.wait()
+            except OSError as error:
+                first = first or _failure(self, piece, error)
+        return first
 
     def finish(self, error: TierIOError | None) -> object:
         """Settled; the owner, for the caller to drop. For the store, under its lock.
@@ -131,20 +134,14 @@ class Transfer:
         return owner
 
 
-def _failure(transfer: Transfer, piece: PieceRequest) -> TierIOError | None:
-    try:
-        piece.request.wait()
-    except OSError as error:
-        number = error.errno or errno.EIO
-        operation = "write" if transfer.op is Op.WRITE else "read"
-        context = IOContext(
-            operation, str(piece.path), piece.offset, piece.length, transfer.record.name
-        )
-        detail = error.strerror or str(error)
-        failure = TierIOError(number, context, "" if detail == os.strerror(number) else detail)
-        failure.__cause__ = error
-        return failure
-    return None
+def _failure(transfer: Transfer, piece: PieceRequest, error: OSError) -> TierIOError:
+    number = error.errno or errno.EIO
+    operation = "write" if transfer.op is Op.WRITE else "read"
+    context = IOContext(operation, str(piece.path), piece.offset, piece.length, transfer.record.name)
+    detail = error.strerror or str(error)
+    failure = TierIOError(number, context, "" if detail == os.strerror(number) else detail)
+    failure.__cause__ = error
+    return failure
 
 
 def enter(transfers: Sequence[Transfer]) -> list[Transfer]:
