@@ -67,7 +67,7 @@ def grid(*, full: bool, huge: bool) -> list[Setting]:
 
 
 def run(target: Target, mode: str, setting: Setting, seconds: float) -> Figures | None:
-    """One run on ``target``: ``duplex``, or what fio calls ``rw``. None when this fio or kernel refuses the setting."""
+    """One run on ``target``: ``duplex``, or what fio calls ``rw``; None when it refuses the setting."""
     half = target.size // 2
     command = [
         "fio",

@@ -1,13 +1,14 @@
-"""Thousands of small records, read and written through the store and through the bare engine, against fio.
+"""Thousands of small records, moved through the store and through the bare engine, against fio.
 
     python bench/small_records.py --directory /mnt/nvme --json
 
-10,000 records of 4, 16 or 64 KiB, or of 4 to 64 KiB mixed (a fixed seed), lie in one file. They are moved
-in the order in which they lie there, and shuffled. ``store`` is `TieredStore.read_many` and `write_many`
-by batches of 256, ``store_single`` one `read` or `write` for each record, ``engine`` is `submit_many` by
-the same batches, without joining neighbours. fio moves the same file in blocks of that size (or of that
-range), sequentially or at random, with the best of its engines and depths. All take turns; ratios are
-medians over the turns, with [lowest, median, highest]. O_DIRECT everywhere, every byte written before.
+10,000 records of 4, 16 or 64 KiB, or of 4 to 64 KiB mixed (a fixed seed), lie in one file. They are
+moved in the order in which they lie there, and shuffled. ``store`` is `TieredStore.read_many` and
+`write_many` by batches of 256, ``store_single`` one `read` or `write` for each record, ``engine`` is
+`submit_many` by the same batches, without joining neighbours. fio moves the same file in blocks of that
+size (or range of sizes), sequentially or at random, with the best of its engines and depths. All take
+turns; ratios are medians over the turns, with [lowest, median, highest]. O_DIRECT everywhere, every
+byte written before.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ Mover = Callable[[tio.Op, Spans], float]
 
 
 class Rig:
-    """A store of ``num`` records, and the same engine with a queue of its own for the bare transfers."""
+    """A store of small records, and the same engine with a queue of its own for the bare transfers."""
 
     def __init__(self, arguments: argparse.Namespace, kib: tuple[int, int]) -> None:
         choose = random.Random(0)
