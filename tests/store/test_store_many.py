@@ -195,7 +195,7 @@ def test_one_that_cannot_be_read_starts_none(bench: Bench) -> None:
     for record in records[:2]:
         bench.put(record, b"1" * BLOCK)
     before = bench.engine.stats().read_chunks
-    with pytest.raises(StateError, match="r2/param.*never written"):
+    with pytest.raises(StateError, match=r"r2/param.*never written"):
         bench.store.read_many(spans, buffer)
     assert bench.engine.stats().read_chunks == before
     assert [record.in_flight for record in records] == [[], [], []]

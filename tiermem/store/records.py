@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from tiermem.errors import ConfigError, StateError, TierIOError
+from tiermem.errors import BudgetError, ConfigError, StateError, TierIOError
 from tiermem.io.base import Op
-from tiermem.memory.arena import Block
+from tiermem.memory.arena import Arena, Block
 from tiermem.memory.ranges import RangeSet
 from tiermem.store.striping import Piece, StripeMap
-from tiermem.types import ALIGNMENT, Field, Tier, format_bytes, round_up
+from tiermem.types import ALIGNMENT, Field, Purpose, Tier, format_bytes, round_up
 
 if TYPE_CHECKING:
     from tiermem.store.transfer import Transfer
@@ -119,6 +119,19 @@ class Record:
 
     def __str__(self) -> str:
         return f"{self.name} ({format_bytes(self.nbytes)}, {self.residency.value})"
+
+
+def allocate(arena: Arena, spec: RecordSpec, nbytes: int) -> Block:
+    """Host memory for the part of a record that lies there. Raises `BudgetError` if it does not fit."""
+    block = arena.allocate(nbytes, Purpose.RESIDENT)
+    if block is None:
+        raise BudgetError(
+            f"{nbytes} bytes ({format_bytes(nbytes)}) of record {spec.name!r} do not fit in "
+            f"{arena.tier.value} memory: the largest free part of the budget of {arena.nbytes} bytes "
+            f"is {arena.largest_free} bytes; raise {arena.tier.value}_memory or keep more on a lower "
+            f"tier"
+        )
+    return block
 
 
 class RecordSpan(NamedTuple):

@@ -20,13 +20,14 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tiermem.errors import BudgetError, ConfigError, IOContext, StateError, TierIOError
+from tiermem.errors import ConfigError, IOContext, StateError, TierIOError
 from tiermem.io.base import Engine, Op, Priority, QueueOptions
-from tiermem.memory.arena import Arena, Block
+from tiermem.memory.arena import Arena
 from tiermem.store.records import (
     Record,
     RecordSpan,
     RecordSpec,
+    allocate,
     check_readable,
     check_span,
     pieces_of,
@@ -37,7 +38,7 @@ from tiermem.store.stats import StoreStats
 from tiermem.store.striping import StripeMap, UnitSequence, plan_extents
 from tiermem.store.targets import Targets
 from tiermem.store.transfer import Transfer, enter
-from tiermem.types import ALIGNMENT, Purpose, format_bytes
+from tiermem.types import ALIGNMENT, format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class TieredStore:
             self._check_open()
             extents = None if spec.host_only else self._plan(spec)
             host_bytes = spec.nbytes if extents is None else extents.target_bytes[-1]
-            block = self._allocate(spec, host_bytes) if host_bytes else None
+            block = allocate(self._arena, spec, host_bytes) if host_bytes else None
             try:
                 bases = self._targets.grow(generation, extents.target_bytes[:-1]) if extents else ()
             except BaseException:
@@ -391,17 +392,6 @@ class TieredStore:
         if sequence is None:
             sequence = self._sequences[weights] = UnitSequence(weights)
         return plan_extents(spec.nbytes, self._stripe_bytes, weights, sequence)
-
-    def _allocate(self, spec: RecordSpec, nbytes: int) -> Block:
-        block = self._arena.allocate(nbytes, Purpose.RESIDENT)
-        if block is None:
-            raise BudgetError(
-                f"{nbytes} bytes ({format_bytes(nbytes)}) of record {spec.name!r} do not fit in "
-                f"{self._arena.tier.value} memory: the largest free part of the budget of "
-                f"{self._arena.nbytes} bytes is {self._arena.largest_free} bytes; raise "
-                f"{self._arena.tier.value}_memory or keep more on a lower tier"
-            )
-        return block
 
     def _check_open(self) -> None:
         if self._closed:
