@@ -28,6 +28,7 @@ _COPY_CHUNK_BYTES = 4 << 20
 _BACKOFF_TRIES = 30
 _BACKOFF_SECONDS = 50e-6
 _BACKOFF_DOUBLINGS = 10
+_MAX_REFUSALS = 100
 
 
 class ThreadRequest(PendingRequest):
@@ -131,6 +132,25 @@ def _shortened(chunk: _Chunk) -> int:
     return half - half % ALIGNMENT if half >= ALIGNMENT else half
 
 
+def _call(op: Op, chunk: _Chunk, view: memoryview) -> int:
+    """How many bytes the system moved to or from ``view``, or -errno."""
+    request = chunk.request
+    transfer: Callable[[int, list[memoryview], int], int]
+    transfer = os.preadv if op == Op.READ else os.pwritev
+    refusals = 0
+    while True:
+        chunk.calls += 1
+        try:
+            return transfer(request.fd, [view], request.offset + chunk.at + chunk.moved)
+        except BlockingIOError:  # EAGAIN; os.preadv repeats EINTR by itself
+            if refusals == _MAX_REFUSALS:
+                return -errno.EAGAIN
+            refusals += 1
+            chunk.retries += 1
+        except OSError as error:
+            return -(error.errno or errno.EIO)
+
+
 def _run_chunk(op: Op, chunk: _Chunk) -> int:
     """Moves a chunk; its status. Short transfers continue (see the note in engine_queue.c)."""
     request = chunk.request
@@ -148,18 +168,12 @@ def _run_chunk(op: Op, chunk: _Chunk) -> int:
         # PARTIAL_SUBMIT: nothing is submitted in batches here, so there is nothing to cut.
     raw = (ctypes.c_char * chunk.length).from_address(request.address + chunk.at)
     view = memoryview(raw).cast("B")
-    transfer: Callable[[int, list[memoryview], int], int]
-    transfer = os.preadv if op == Op.READ else os.pwritev
     last_end = -1
     while True:
         stop = report_at_most if report_at_most >= ALIGNMENT else chunk.length
-        chunk.calls += 1
-        try:
-            count = transfer(
-                request.fd, [view[chunk.moved : stop]], request.offset + chunk.at + chunk.moved
-            )
-        except OSError as error:
-            return -(error.errno or errno.EIO)
+        count = _call(op, chunk, view[chunk.moved : stop])
+        if count < 0:
+            return count
         end = min(chunk.moved + count, report_at_most)
         report_at_most = chunk.length
         stuck = end in (last_end, chunk.moved)

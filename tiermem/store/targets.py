@@ -46,10 +46,10 @@ class Targets:
             for path in paths:
                 self._directories.append(RunDirectory(path))
             self._generation(0)
+            self._queues = [engine.add_queue(options) for _ in paths]  # may be refused: see aio-max-nr
         except BaseException:
             self.close()
             raise
-        self._queues = [engine.add_queue(options) for _ in paths]
 
     @property
     def num_paths(self) -> int:
