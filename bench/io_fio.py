@@ -13,6 +13,7 @@ from pathlib import Path
 
 GIB = 1 << 30
 MODES = ("read", "write", "duplex")
+ENGINES = (("libaio", False), ("io_uring", False), ("io_uring", True))  # and fixed, see Setting
 HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
 HUGE_PAGES_NEEDED = 160  # of 2 MiB: two jobs of depth 32 at 4 MiB, and some
 
@@ -46,7 +47,7 @@ class Target:
 class Setting:
     ioengine: str
     fixed: bool  # registered buffers and files
-    block: str
+    block: str  # or a range of them, "4k-64k"
     depth: int
     memory: str
 
@@ -57,17 +58,16 @@ class Setting:
 
 def grid(*, full: bool, huge: bool) -> list[Setting]:
     """All that is tried: every combination, with fio's default memory and with huge pages."""
-    engines = (("libaio", False), ("io_uring", False), ("io_uring", True))
     blocks = ("256k", "1M", "4M") if full else ("1M",)
     memories = ("malloc", "mmaphuge") if huge else ("malloc",)
     return [
         Setting(*engine, block, depth, memory)
-        for engine, block, depth, memory in product(engines, blocks, (8, 32), memories)
+        for engine, block, depth, memory in product(ENGINES, blocks, (8, 32), memories)
     ]
 
 
 def run(target: Target, mode: str, setting: Setting, seconds: float) -> Figures | None:
-    """One run on ``target``; None when this fio or kernel refuses the setting."""
+    """One run on ``target``: ``duplex``, or what fio calls ``rw``; None when it refuses the setting."""
     half = target.size // 2
     command = [
         "fio",
@@ -75,7 +75,7 @@ def run(target: Target, mode: str, setting: Setting, seconds: float) -> Figures 
         f"--filename={target.path}",
         f"--direct={int(target.direct)}",
         f"--ioengine={setting.ioengine}",
-        f"--bs={setting.block}",
+        f"--{'bsrange' if '-' in setting.block else 'bs'}={setting.block}",
         f"--iodepth={setting.depth}",
         f"--iomem={setting.memory}",
         "--time_based",
@@ -86,11 +86,9 @@ def run(target: Target, mode: str, setting: Setting, seconds: float) -> Figures 
     ]
     if setting.fixed:
         command += ["--fixedbufs=1", "--registerfiles=1"]
-    parts = {
-        "read": [("read", 0, target.size)],
-        "write": [("write", 0, target.size)],
-        "duplex": [("read", 0, half), ("write", half, half)],
-    }[mode]
+    parts = [(mode, 0, target.size)]
+    if mode == "duplex":
+        parts = [("read", 0, half), ("write", half, half)]
     for kind, offset, size in parts:
         command += [f"--name={kind}", f"--rw={kind}", f"--offset={offset}", f"--size={size}"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

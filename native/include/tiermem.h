@@ -78,7 +78,9 @@ typedef struct {
 /* -ENOSYS and others where the backend does not work here: it is set up once, as for a queue. */
 int tm_engine_create(uint32_t backend, tm_engine **out);
 int tm_engine_add_queue(tm_engine *engine, const tm_queue_options *options, uint32_t *queue);
-int tm_engine_submit(tm_engine *engine, uint32_t queue, const tm_io *io, tm_request **out);
+/* Starts count transfers with one hand-over, in their order; out takes as many. All of them or none. */
+int tm_engine_submit(tm_engine *engine, uint32_t queue, uint32_t count, const tm_io *ios,
+                     tm_request **out);
 int tm_engine_copy(tm_engine *engine, void *destination, const void *source, uint64_t length,
                    tm_request **out);
 /* Ends everything submitted to the queue that has not been given to the kernel with -ECANCELED, soon,

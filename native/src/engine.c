@@ -90,21 +90,33 @@ static bool is_valid(const tm_io *io) {
          io->offset <= INT64_MAX && io->length <= INT64_MAX - io->offset;
 }
 
-int tm_engine_submit(tm_engine *engine, uint32_t queue, const tm_io *io, tm_request **out) {
-  tm_request *request;
+/* Makes the requests; those with something to move are in list, in order. */
+static int create_requests(uint32_t count, const tm_io *ios, tm_request **out, tm_list *list) {
+  for (uint32_t i = 0; i < count; i++) {
+    int rc = is_valid(&ios[i]) ? tm_request_create(&ios[i], &out[i]) : -EINVAL;
+    if (rc) {
+      while (i-- > 0) tm_request_discard(out[i]);
+      return rc;
+    }
+    if (ios[i].length) tm_list_push(list, out[i]);
+  }
+  return 0;
+}
+
+int tm_engine_submit(tm_engine *engine, uint32_t queue, uint32_t count, const tm_io *ios,
+                     tm_request **out) {
+  tm_list list = {NULL, NULL};
   if (is_foreign(engine)) return -ECHILD;
-  if (!is_valid(io) || queue >= atomic_load_explicit(&engine->num_queues, memory_order_acquire))
-    return -EINVAL;
-  int rc = tm_request_create(io, &request);
+  if (queue >= atomic_load_explicit(&engine->num_queues, memory_order_acquire)) return -EINVAL;
+  int rc = create_requests(count, ios, out, &list);
   if (rc) return rc;
-  if (io->length)
-    rc = tm_queue_push(engine->queues[queue], request);
-  else
-    tm_request_finish(request);
-  if (rc)
-    tm_request_discard(request);
-  else
-    *out = request;
+  if (list.head) rc = tm_queue_push(engine->queues[queue], list);
+  for (uint32_t i = 0; i < count; i++) {
+    if (rc)
+      tm_request_discard(out[i]);
+    else if (!ios[i].length)
+      tm_request_finish(out[i]);
+  }
   return rc;
 }
 

@@ -96,6 +96,7 @@ typedef struct {
 
 void tm_list_push(tm_list *list, tm_request *request);
 tm_request *tm_list_pop(tm_list *list);
+void tm_list_append(tm_list *list, tm_list more);
 
 /* ---- faults ------------------------------------------------------------------------------ */
 
@@ -132,7 +133,7 @@ typedef struct tm_queue tm_queue;
 
 int tm_queue_create(const tm_backend *backend, const tm_queue_options *options,
                     tm_fault_point *faults, tm_queue **out);
-int tm_queue_push(tm_queue *queue, tm_request *request); /* -ESHUTDOWN after close */
+int tm_queue_push(tm_queue *queue, tm_list requests); /* all; -ESHUTDOWN after close */
 void tm_queue_cancel(tm_queue *queue);                   /* what has not begun: -ECANCELED */
 void tm_queue_close(tm_queue *queue);                    /* drains, joins; idempotent */
 void tm_queue_free(tm_queue *queue);                     /* after close */

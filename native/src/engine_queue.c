@@ -431,13 +431,14 @@ out:
   return rc;
 }
 
-int tm_queue_push(tm_queue *queue, tm_request *request) {
+int tm_queue_push(tm_queue *queue, tm_list requests) {
+  for (tm_request *request = requests.head; request; request = request->next)
+    request->queued = true; /* nobody else sees them yet */
   pthread_mutex_lock(&queue->mutex);
   bool closing = queue->closing;
   bool was_empty = !queue->incoming.head;
   if (!closing) {
-    request->queued = true;
-    tm_list_push(&queue->incoming, request);
+    tm_list_append(&queue->incoming, requests);
     /* The thread takes the whole list at once, so only the first of several must wake it. Under
      * the mutex, because close tears the backend down once no push can be here any more. */
     if (was_empty) queue->backend->wake(queue->state);
@@ -447,10 +448,10 @@ int tm_queue_push(tm_queue *queue, tm_request *request) {
 }
 
 void tm_queue_cancel(tm_queue *queue) {
-  tm_request *request;
   pthread_mutex_lock(&queue->mutex);
   queue->cancelling = true;
-  while ((request = tm_list_pop(&queue->incoming))) tm_list_push(&queue->doomed, request);
+  tm_list_append(&queue->doomed, queue->incoming);
+  queue->incoming = (tm_list){NULL, NULL};
   queue->backend->wake(queue->state);
   pthread_mutex_unlock(&queue->mutex);
 }

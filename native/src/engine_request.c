@@ -124,6 +124,15 @@ tm_request *tm_list_pop(tm_list *list) {
   return request;
 }
 
+void tm_list_append(tm_list *list, tm_list more) {
+  if (!more.head) return;
+  if (list->tail)
+    list->tail->next = more.head;
+  else
+    list->head = more.head;
+  list->tail = more.tail;
+}
+
 bool tm_fault_hits(tm_fault_point *point, uint32_t op, tm_fault *out) {
   bool hit = false;
   pthread_mutex_lock(&point->mutex);

@@ -70,7 +70,10 @@ def test_plain_lines_and_table(tmp_path: Path, plain_environment: dict[str, str]
     assert "losses" in done.stdout
 
 
-def test_ctrl_c_ends_cleanly(tmp_path: Path, plain_environment: dict[str, str]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_after_the_step(
+    tmp_path: Path, plain_environment: dict[str, str], number: signal.Signals
+) -> None:
     process = subprocess.Popen(
         _command(tmp_path, "--steps", "1000000"),
         stdout=subprocess.PIPE,
@@ -84,11 +87,11 @@ def test_ctrl_c_ends_cleanly(tmp_path: Path, plain_environment: dict[str, str]) 
             if line.startswith("step "):
                 break
         assert list(tmp_path.iterdir()), "no states on the drive while it runs"
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         out, error = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 130, error
+    assert process.returncode == 128 + number, error
     assert "Traceback" not in error
     assert "stopped" in out
     assert list(tmp_path.iterdir()) == []

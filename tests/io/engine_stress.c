@@ -32,7 +32,7 @@ static tm_request *start(uint32_t op, uint64_t offset, void *buffer, uint64_t le
   tm_request *request;
   tm_io io = {.op = op, .priority = demand ? TM_PRIORITY_DEMAND : TM_PRIORITY_BACKGROUND, .fd = fd,
               .offset = offset, .buffer = buffer, .length = length};
-  CHECK(tm_engine_submit(engine, queue, &io, &request) == 0);
+  CHECK(tm_engine_submit(engine, queue, 1, &io, &request) == 0);
   return request;
 }
 
@@ -86,9 +86,15 @@ static void *work(void *argument) {
 /* Each ends whole, or cancelled with what it had moved; what is submitted afterwards is not cancelled. */
 static void cancel_some(char *buffer) {
   tm_request *requests[HALF / PIECE];
+  tm_io ios[HALF / PIECE];
   tm_result result;
   for (int i = 0; i < HALF / PIECE; i++)
-    requests[i] = start(TM_OP_READ, i * PIECE, buffer + i * PIECE, PIECE, i & 1);
+    ios[i] = (tm_io){.op = TM_OP_READ, .priority = i & 1, .fd = fd, .offset = i * PIECE,
+                     .buffer = buffer + i * PIECE, .length = PIECE};
+  ios[HALF / PIECE - 1].op = 2; /* one that cannot be: none is started */
+  CHECK(tm_engine_submit(engine, queue, HALF / PIECE, ios, requests) == -EINVAL);
+  ios[HALF / PIECE - 1].op = TM_OP_READ;
+  CHECK(tm_engine_submit(engine, queue, HALF / PIECE, ios, requests) == 0);
   CHECK(tm_engine_cancel(engine, queue) == 0);
   for (int i = 0; i < HALF / PIECE; i++) {
     CHECK(tm_request_wait(requests[i], -1) == 0 && tm_request_result(requests[i], &result) == 0);
@@ -110,7 +116,7 @@ static void fork_with(tm_request *in_flight) {
     tm_io io = {.op = TM_OP_READ, .fd = fd};
     int rc = tm_request_wait(in_flight, -1);
     if (rc != 0 && rc != -ECHILD) _exit(1);
-    if (tm_engine_submit(engine, queue, &io, &request) != -ECHILD) _exit(2);
+    if (tm_engine_submit(engine, queue, 1, &io, &request) != -ECHILD) _exit(2);
     if (tm_engine_close(engine) != -ECHILD) _exit(3);
     tm_request_free(in_flight);
     tm_engine_free(engine);

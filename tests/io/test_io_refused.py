@@ -100,6 +100,7 @@ engine.close()
         ([IO_URING_SETUP], errno.ENOMEM, "raise it with `ulimit -l`"),
         ([IO_URING_SETUP], errno.EINVAL, "io_uring does not start: Invalid argument"),
         ([IO_URING_SETUP, IO_SETUP], errno.EPERM, "allow io_setup, io_submit and io_getevents"),
+        ([IO_URING_SETUP, IO_SETUP], errno.EAGAIN, "fs.aio-max-nr"),
     ],
 )
 def test_another_serves(tmp_path: Path, forbidden: list[int], code: int, words: str) -> None:

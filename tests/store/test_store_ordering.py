@@ -7,13 +7,14 @@ import gc
 import random
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from store_bench import MakeBench
 
 from tiermem.io import EngineStats, Fault, Op, Priority, QueueOptions
+from tiermem.io.base import Move
 from tiermem.memory.arena import Arena, Block
 from tiermem.memory.ledger import Ledger
 from tiermem.store.records import Record, RecordSpec, Residency
@@ -50,22 +51,20 @@ class HeldEngine:
     def add_queue(self, options: QueueOptions) -> int:
         return 0
 
-    def submit(
+    def submit_many(
         self,
         queue: int,
         op: Op,
-        fd: int,
-        offset: int,
-        address: int,
-        length: int,
+        moves: Sequence[Move],
         *,
         owner: object = None,
         priority: Priority = Priority.BACKGROUND,
-    ) -> HeldRequest:
+    ) -> list[HeldRequest]:
         if self.refuse_after is not None and len(self.requests) >= self.refuse_after:
             raise RuntimeError("refused")
-        self.requests.append(HeldRequest(self, length))
-        return self.requests[-1]
+        requests = [HeldRequest(self, length) for _, _, _, length in moves]
+        self.requests.extend(requests)
+        return requests
 
     def copy(self, destination: int, source: int, length: int, *, owner: object = None) -> HeldRequest:
         self.requests.append(HeldRequest(self, length))

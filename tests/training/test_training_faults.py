@@ -251,7 +251,7 @@ def test_every_failed_write_raises_and_then_goes_on_or_is_torn(name: str, drives
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("backend", ["libaio", "io_uring", "threads"])
+@pytest.mark.parametrize("backend", ["libaio", "io_uring", "native_threads", "threads"])
 @pytest.mark.parametrize("op", list(Op), ids=lambda op: op.name.lower())
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_chunk_of_striped_records_on_three_paths(

@@ -31,7 +31,7 @@ def bench_plan(plan: Plan, *, as_json: bool, picture: Path | None) -> int:
         check_plot(picture)
     results: list[Result] = []
     failure: TierMemError | None = None
-    with Stopping() as stopping:
+    with Stopping("stopping and removing the files") as stopping:
         with (
             watch(Console(stderr=True), plan.num_runs, _RUNS) as observer,
             Session(plan, observer, stopping.event) as session,
@@ -45,7 +45,7 @@ def bench_plan(plan: Plan, *, as_json: bool, picture: Path | None) -> int:
             *session.warnings,
             *result_cautions(results, [place.site for place in session.places]),
         ]
-        stopped = stopping.event.is_set() or failure is not None
+        stopped = stopping.requested or failure is not None
         if as_json:
             print(json.dumps(_fields(session, results, warnings, stopped=stopped)))
         else:

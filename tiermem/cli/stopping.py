@@ -1,4 +1,4 @@
-"""Ctrl-C, a closed terminal or a kill that ends a measurement and still removes its files."""
+"""Ctrl-C, a closed terminal or a kill: what is in progress ends well, and the files are removed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopping:
-    """While open, the first of these signals only sets ``event``; a second one raises.
+    """While open, the first of these signals only sets ``event`` and says ``words``; a second raises
+    KeyboardInterrupt.
 
-    SIGHUP that is ignored (nohup) stays so. ``code`` is the exit status by then, 0 without a signal.
+    An exception in the middle of a backward, of a wait for I/O or of removing files would lose more
+    than it has to; whoever works looks at ``event`` in between instead. SIGHUP that is ignored (nohup)
+    stays so. ``code`` is the exit status by then, 0 without a signal.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, words: str) -> None:
         self.event = threading.Event()
         self.code = 0
+        self._words = words
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Stopping:
@@ -33,9 +37,19 @@ class Stopping:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
+    @property
+    def requested(self) -> bool:
+        """Whether there was a signal."""
+        return self.event.is_set()
+
+    def check(self) -> None:
+        """Raises KeyboardInterrupt if there was a signal: for places where nothing has to end first."""
+        if self.requested:
+            raise KeyboardInterrupt
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.event.is_set():
+        if self.requested:
             raise KeyboardInterrupt
         self.code = 128 + number
         self.event.set()
-        print("\ntiermem: stopping and removing the files", file=sys.stderr)
+        print(f"\ntiermem: {self._words}", file=sys.stderr)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tiermem.cli.interrupt import EXIT_INTERRUPTED, Interrupt
+from tiermem.cli.stopping import Stopping
 from tiermem.errors import ConfigError
 
 _COUNT = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s*([kKmMbBgGtT]?)")
@@ -165,12 +165,12 @@ def train(
         config_file=config,
         settings={key: value for key, value in settings.items() if value is not None},
     )
-    with Interrupt() as interrupt:
+    with Stopping("stopping after this step; once more stops at once") as stopping:
         try:
             from tiermem.cli.training import train_job
 
-            interrupt.check()
-            code = train_job(job, interrupt)
+            stopping.check()
+            code = train_job(job, stopping)
         except KeyboardInterrupt:
-            code = EXIT_INTERRUPTED
+            code = stopping.code
     raise typer.Exit(code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import time
 from collections.abc import Callable
@@ -13,10 +14,10 @@ from rich.console import Console
 
 import tiermem
 from tiermem.cli.directory import in_memory
-from tiermem.cli.interrupt import EXIT_INTERRUPTED, Interrupt
 from tiermem.cli.job import DEFAULT_PARAMETERS, ModelSize, TrainJob
 from tiermem.cli.progress import StepReport, open_progress
 from tiermem.cli.room import check_room
+from tiermem.cli.stopping import Stopping
 from tiermem.cli.summary import Agreement, Summary, print_json, print_summary
 from tiermem.config import TierConfig
 from tiermem.errors import ConfigError
@@ -31,7 +32,7 @@ STEADY_FROM_STEP = 2
 REFERENCE_BYTES_PER_PARAMETER = {"bf16": 20, "fp32": 16}
 
 
-def train_job(job: TrainJob, interrupt: Interrupt) -> int:
+def train_job(job: TrainJob, stopping: Stopping) -> int:
     """Train, show the result, compare if asked; the exit code."""
     console = Console(stderr=job.as_json)
     config = job.tier_config()
@@ -43,17 +44,15 @@ def train_job(job: TrainJob, interrupt: Interrupt) -> int:
         _refuse_check_without_memory(model_config, config)
     _say_what_runs(console, job, config, model_config, text)
 
-    summary = _train(job, config, model_config, text, console, interrupt)
-    interrupted = interrupt.requested
+    summary = _train(job, config, model_config, text, console, stopping)
     agreement = None
-    if job.check and not interrupted:
-        agreement = _check(job, config, model_config, text, summary.losses, console, interrupt)
-        interrupted = interrupt.requested
+    if job.check and not stopping.requested:
+        agreement = _check(job, config, model_config, text, summary.losses, console, stopping)
     print_summary(console, summary, agreement)
     if job.as_json:
         print_json(summary, agreement)
-    if interrupted:
-        return EXIT_INTERRUPTED
+    if stopping.requested:
+        return stopping.code
     return 0 if agreement is None or agreement.acceptable else 1
 
 
@@ -111,13 +110,13 @@ def _train(
     model_config: GPTConfig,
     text: ByteText,
     console: Console,
-    interrupt: Interrupt,
+    stopping: Stopping,
 ) -> Summary:
     options = train_options(job, config)
     initialize = make_initializer(job.seed)
 
     def init(module: torch.nn.Module, name: str) -> None:
-        interrupt.check()
+        stopping.check()
         initialize(module, name)
 
     with tiermem.Runtime(config) as rt:
@@ -135,7 +134,7 @@ def _train(
         batches = text.batches(job.batch_size, job.sequence_length, job.seed)
         with open_progress(console, job.steps) as progress:
             for step, batch in zip(range(job.steps), batches, strict=False):
-                if interrupt.requested:
+                if stopping.requested:
                     break
                 progress.update(loop.step(step, batch))
         steady = loop.steady()
@@ -149,7 +148,7 @@ def _train(
             steady=steady,
             step_seconds=loop.seconds,
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            stopped=interrupt.requested,
+            stopped=stopping.requested,
         )
 
 
@@ -223,7 +222,7 @@ def _check(
     text: ByteText,
     losses: list[float],
     console: Console,
-    interrupt: Interrupt,
+    stopping: Stopping,
 ) -> Agreement:
     console.print("checking: the same training wholly in memory, with plain PyTorch", highlight=False)
     batches = text.batches(job.batch_size, job.sequence_length, job.seed)
@@ -232,10 +231,8 @@ def _check(
 
     def on_step(step: int, loss: float) -> None:
         reference.append(loss)
-        interrupt.check()
+        stopping.check()
 
-    try:
+    with contextlib.suppress(KeyboardInterrupt):  # the caller looks at ``stopping``
         train_reference(model_config, len(losses), batches, options, on_step=on_step)
-    except KeyboardInterrupt:
-        interrupt.requested = True
     return Agreement(losses, reference)

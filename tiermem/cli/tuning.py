@@ -37,7 +37,7 @@ class Wishes:
 
 def tune_paths(plan: TunePlan, wishes: Wishes) -> int:
     """Measures, saves and prints; the exit code (128 + signal when it was stopped)."""
-    with Stopping() as stopping:
+    with Stopping("stopping and removing the files") as stopping:
         with (
             watch(Console(stderr=True), plan.budget, _SECONDS) as watcher,
             Tuner(plan, watcher, stopping.event) as tuner,

@@ -14,7 +14,7 @@ has completed; a `Request` holds ``owner`` for that purpose and drops it on comp
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -96,6 +96,10 @@ class Request(Protocol):
         Calling it again gives the same result."""
 
 
+Move = tuple[int, int, int, int]
+"""What one transfer moves: descriptor, offset in the file, address, length in bytes."""
+
+
 class Engine(Protocol):
     name: str
     """``libaio``, ``io_uring``, ``native_threads`` or ``threads``; what is really in use."""
@@ -119,6 +123,19 @@ class Engine(Protocol):
     ) -> Request:
         """Starts a transfer and returns at once. With an O_DIRECT ``fd`` offset, address and
         length are multiples of ALIGNMENT."""
+
+    def submit_many(
+        self,
+        queue: int,
+        op: Op,
+        moves: Sequence[Move],
+        *,
+        owner: object = None,
+        priority: Priority = Priority.BACKGROUND,
+    ) -> Sequence[Request]:
+        """As `submit` for each of ``moves``, in their order, with one hand-over for all: what makes
+        thousands of small transfers cheap. Starts all of them or raises and starts none. Every request
+        holds ``owner``."""
 
     def copy(self, destination: int, source: int, length: int, *, owner: object = None) -> Request:
         """Starts a memory-to-memory copy on the copy queue and returns at once."""

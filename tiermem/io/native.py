@@ -7,11 +7,12 @@ import os
 import threading
 import time
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import tiermem._native as _native
 from tiermem.io import checks
-from tiermem.io.base import EngineStats, Fault, Op, Priority, QueueOptions
+from tiermem.io.base import EngineStats, Fault, Move, Op, Priority, QueueOptions
 from tiermem.io.latency import Latency
 from tiermem.io.refusals import explain, explain_memory
 from tiermem.io.request import Outcome, PendingRequest
@@ -115,16 +116,39 @@ class NativeEngine:
         priority: Priority = Priority.BACKGROUND,
     ) -> NativeRequest:
         """Starts a transfer and returns at once."""
-        checks.check_transfer(fd, offset, address, length)
+        move = (fd, offset, address, length)
+        return self.submit_many(queue, op, (move,), owner=owner, priority=priority)[0]
+
+    def submit_many(
+        self,
+        queue: int,
+        op: Op,
+        moves: Sequence[Move],
+        *,
+        owner: object = None,
+        priority: Priority = Priority.BACKGROUND,
+    ) -> list[NativeRequest]:
+        """Starts many transfers with one call into C; all of them or none."""
+        for move in moves:
+            checks.check_transfer(*move)
         if not 0 <= queue < self._num_queues:
             raise ValueError(f"queue is {queue}; there are {self._num_queues}")
-        io = ffi.new(
-            "tm_io *", (int(op), int(priority), fd, offset, ffi.cast("void *", address), length)
+        terms, cast = (int(op), int(priority)), ffi.cast
+        ios = ffi.new(
+            "tm_io[]",
+            [
+                (*terms, fd, offset, cast("void *", address), length)
+                for fd, offset, address, length in moves
+            ],
         )
-        out = ffi.new("tm_request **")
+        out = ffi.new("tm_request *[]", len(moves))
         operation = "read" if op == Op.READ else "write"
-        self._check(lib.tm_engine_submit(self._handle, queue, io, out), f"submitting a {operation}")
-        return NativeRequest(out[0], operation, offset, length, owner, self._pid)
+        code = lib.tm_engine_submit(self._handle, queue, len(moves), ios, out)
+        self._check(code, f"submitting a {operation}")
+        return [
+            NativeRequest(handle, operation, offset, length, owner, self._pid)
+            for handle, (_, offset, _, length) in zip(out, moves, strict=True)
+        ]
 
     def copy(
         self, destination: int, source: int, length: int, *, owner: object = None

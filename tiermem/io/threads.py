@@ -14,11 +14,11 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tiermem.io import checks
-from tiermem.io.base import EngineStats, Fault, FaultKind, Op, Priority, QueueOptions
+from tiermem.io.base import EngineStats, Fault, FaultKind, Move, Op, Priority, QueueOptions
 from tiermem.io.latency import Latency, LatencyCounter
 from tiermem.io.request import Outcome, PendingRequest
 from tiermem.types import ALIGNMENT
@@ -28,6 +28,7 @@ _COPY_CHUNK_BYTES = 4 << 20
 _BACKOFF_TRIES = 30
 _BACKOFF_SECONDS = 50e-6
 _BACKOFF_DOUBLINGS = 10
+_MAX_REFUSALS = 100
 
 
 class ThreadRequest(PendingRequest):
@@ -131,6 +132,25 @@ def _shortened(chunk: _Chunk) -> int:
     return half - half % ALIGNMENT if half >= ALIGNMENT else half
 
 
+def _call(op: Op, chunk: _Chunk, view: memoryview) -> int:
+    """How many bytes the system moved to or from ``view``, or -errno."""
+    request = chunk.request
+    transfer: Callable[[int, list[memoryview], int], int]
+    transfer = os.preadv if op == Op.READ else os.pwritev
+    refusals = 0
+    while True:
+        chunk.calls += 1
+        try:
+            return transfer(request.fd, [view], request.offset + chunk.at + chunk.moved)
+        except BlockingIOError:  # EAGAIN; os.preadv repeats EINTR by itself
+            if refusals == _MAX_REFUSALS:
+                return -errno.EAGAIN
+            refusals += 1
+            chunk.retries += 1
+        except OSError as error:
+            return -(error.errno or errno.EIO)
+
+
 def _run_chunk(op: Op, chunk: _Chunk) -> int:
     """Moves a chunk; its status. Short transfers continue (see the note in engine_queue.c)."""
     request = chunk.request
@@ -148,18 +168,12 @@ def _run_chunk(op: Op, chunk: _Chunk) -> int:
         # PARTIAL_SUBMIT: nothing is submitted in batches here, so there is nothing to cut.
     raw = (ctypes.c_char * chunk.length).from_address(request.address + chunk.at)
     view = memoryview(raw).cast("B")
-    transfer: Callable[[int, list[memoryview], int], int]
-    transfer = os.preadv if op == Op.READ else os.pwritev
     last_end = -1
     while True:
         stop = report_at_most if report_at_most >= ALIGNMENT else chunk.length
-        chunk.calls += 1
-        try:
-            count = transfer(
-                request.fd, [view[chunk.moved : stop]], request.offset + chunk.at + chunk.moved
-            )
-        except OSError as error:
-            return -(error.errno or errno.EIO)
+        count = _call(op, chunk, view[chunk.moved : stop])
+        if count < 0:
+            return count
         end = min(chunk.moved + count, report_at_most)
         report_at_most = chunk.length
         stuck = end in (last_end, chunk.moved)
@@ -195,11 +209,11 @@ class _PathQueue:
                 self._workers.append(worker)
                 worker.start()
 
-    def push(self, op: Op, priority: Priority, request: ThreadRequest) -> None:
+    def push(self, op: Op, priority: Priority, requests: Sequence[ThreadRequest]) -> None:
         with self._lock:
             if self._closing:
                 raise checks.closed_error()
-            self._lists[op][priority].append(request)
+            self._lists[op][priority].extend(requests)
             self._wake[op].notify_all()
 
     def _cut(self, op: Op) -> _Chunk | None:
@@ -374,24 +388,40 @@ class ThreadsEngine:
         priority: Priority = Priority.BACKGROUND,
     ) -> ThreadRequest:
         """Starts a transfer and returns at once."""
+        move = (fd, offset, address, length)
+        return self.submit_many(queue, op, (move,), owner=owner, priority=priority)[0]
+
+    def submit_many(
+        self,
+        queue: int,
+        op: Op,
+        moves: Sequence[Move],
+        *,
+        owner: object = None,
+        priority: Priority = Priority.BACKGROUND,
+    ) -> list[ThreadRequest]:
+        """Starts many transfers under one lock; all of them or none."""
         self._check()
-        checks.check_transfer(fd, offset, address, length)
+        for move in moves:
+            checks.check_transfer(*move)
         if not 0 <= queue < len(self._queues):
             raise ValueError(f"queue is {queue}; there are {len(self._queues)}")
         operation = "read" if op == Op.READ else "write"
-        request = ThreadRequest(operation, fd, offset, address, length, owner)
-        if length:
-            self._start(request, lambda: self._queues[queue].push(Op(op), Priority(priority), request))
-        else:
-            request.finish()
-        return request
+        requests = [ThreadRequest(operation, *move, owner) for move in moves]
+        started = [request for request in requests if request.length]
+        self._start(requests, lambda: self._queues[queue].push(Op(op), Priority(priority), started))
+        for request in requests:
+            if not request.length:
+                request.finish()
+        return requests
 
     @staticmethod
-    def _start(request: ThreadRequest, push: Callable[[], None]) -> None:
+    def _start(requests: Sequence[ThreadRequest], push: Callable[[], None]) -> None:
         try:
             push()
         except BaseException:
-            request.finish()  # never started: its finalizer must not wait
+            for request in requests:
+                request.finish()  # never started: its finalizer must not wait
             raise
 
     def copy(
@@ -402,7 +432,7 @@ class ThreadsEngine:
         checks.check_transfer(0, 0, min(destination, source), length)
         request = ThreadRequest("copy", -1, 0, destination, length, owner)
         request.source = source
-        self._start(request, lambda: self._copies.push(request))
+        self._start((request,), lambda: self._copies.push(request))
         return request
 
     def cancel(self, queue: int) -> None:

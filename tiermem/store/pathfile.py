@@ -62,27 +62,36 @@ class PathFile:
         try:
             self._preallocate(start, nbytes)
         except OSError as error:
-            os.ftruncate(self.fd, start)  # gives back what was allocated before it failed
+            self.shrink(start)  # gives back what was allocated before it failed
             context = IOContext("preallocation", str(self.path), start, nbytes)
             check_file_limit(context)
-            free = free_bytes(self.fd)
-            raise TierIOError(
-                error.errno or errno.EIO,
-                context,
-                f"{nbytes} bytes ({format_bytes(nbytes)}) are needed there and {free} bytes "
-                f"({format_bytes(free)}) are free; free space, add a path, or keep more in host memory",
-            ) from error
+            raise TierIOError(error.errno or errno.EIO, context, self._lack(error, nbytes)) from error
         self._file.nbytes = start + nbytes
         return start
 
     def shrink(self, nbytes: int) -> None:
-        """Gives back all from ``nbytes`` on: the undoing of `grow`."""
-        os.ftruncate(self.fd, nbytes)
+        """Gives back all from ``nbytes`` on: the undoing of `grow`. Raises nothing, since there is an
+        error on its way already; where the drive refuses, the space stays the file's and is used by
+        the next `grow`."""
+        try:
+            os.ftruncate(self.fd, nbytes)
+        except OSError as error:
+            logger.warning("%s cannot be shortened: %s", self.path, error.strerror)
         self._file.nbytes = nbytes
 
     def close(self) -> None:
         """Closes the descriptor; the file goes with its directory. Idempotent."""
         self._file.close()
+
+    def _lack(self, error: OSError, nbytes: int) -> str:
+        """What preallocation lacked, and the remedy; "" where it was not room."""
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return ""
+        free = free_bytes(self.fd)
+        return (
+            f"{nbytes} bytes ({format_bytes(nbytes)}) are needed there and {free} bytes "
+            f"({format_bytes(free)}) are free; free space, add a path, or keep more in host memory"
+        )
 
     def _preallocate(self, start: int, nbytes: int) -> None:
         try:

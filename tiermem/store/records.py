@@ -5,14 +5,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from tiermem.errors import ConfigError, StateError, TierIOError
+from tiermem.errors import BudgetError, ConfigError, StateError, TierIOError
 from tiermem.io.base import Op
-from tiermem.memory.arena import Block
+from tiermem.memory.arena import Arena, Block
 from tiermem.memory.ranges import RangeSet
 from tiermem.store.striping import Piece, StripeMap
-from tiermem.types import ALIGNMENT, Field, Tier, format_bytes, round_up
+from tiermem.types import ALIGNMENT, Field, Purpose, Tier, format_bytes, round_up
 
 if TYPE_CHECKING:
     from tiermem.store.transfer import Transfer
@@ -31,6 +31,8 @@ class Residency(enum.Enum):
     READING = "reading"
     HOST = "host"
     WRITING = "writing"
+
+    __hash__ = object.__hash__  # members are singletons; Enum's own hashes the name, in Python
 
 
 _MOVES: Mapping[Residency, frozenset[Residency]] = {
@@ -119,6 +121,32 @@ class Record:
         return f"{self.name} ({format_bytes(self.nbytes)}, {self.residency.value})"
 
 
+def allocate(arena: Arena, spec: RecordSpec, nbytes: int) -> Block:
+    """Host memory for the part of a record that lies there. Raises `BudgetError` if it does not fit."""
+    block = arena.allocate(nbytes, Purpose.RESIDENT)
+    if block is None:
+        raise BudgetError(
+            f"{nbytes} bytes ({format_bytes(nbytes)}) of record {spec.name!r} do not fit in "
+            f"{arena.tier.value} memory: the largest free part of the budget of {arena.nbytes} bytes "
+            f"is {arena.largest_free} bytes; raise {arena.tier.value}_memory or keep more on a lower "
+            f"tier"
+        )
+    return block
+
+
+class RecordSpan(NamedTuple):
+    """The bytes [start, stop) of ``record`` and where in memory they go or come from.
+
+    ``start`` is a multiple of 4096, ``stop`` too or the end of the record; at ``address``, a multiple
+    of 4096 too, there is room for ``stop - start`` rounded up to 4096.
+    """
+
+    record: Record
+    start: int
+    stop: int
+    address: int
+
+
 def transition(record: Record, to: Residency) -> None:
     """The only place that changes a record's residency (see [Note: residency]).
 
@@ -137,26 +165,25 @@ def transition(record: Record, to: Residency) -> None:
 
 def refresh(record: Record) -> None:
     """Brings the state in line with what is in flight (see [Note: residency])."""
-    operations = {transfer.op for transfer in record.in_flight}
-    if Op.WRITE in operations:
-        transition(record, Residency.WRITING)
-    elif Op.READ in operations:
-        transition(record, Residency.READING)
-    else:
+    if not record.in_flight:
         transition(record, record.resting)
+    elif any(transfer.op is Op.WRITE for transfer in record.in_flight):
+        transition(record, Residency.WRITING)
+    else:
+        transition(record, Residency.READING)
 
 
-def pieces_of(record: Record, span: tuple[int, int], host: int) -> list[Piece]:
+def pieces_of(span: RecordSpan, host: int) -> list[Piece]:
     """Where the range lies; ``host`` is the target number of host memory."""
-    start, stop = span[0], round_up(span[1])
+    record, start, stop = span.record, span.start, round_up(span.stop)
     if record.extents is None:
         return [Piece(host, start, start, stop - start)]
     return record.extents.resolve(start, stop)
 
 
-def check_span(record: Record, span: tuple[int, int], address: int) -> None:
+def check_span(span: RecordSpan) -> None:
     """Raises ValueError for a range or an address that no transfer can have."""
-    start, stop = span
+    record, start, stop, address = span
     if not 0 <= start < stop <= record.nbytes:
         raise ValueError(
             f"[{start}, {stop}) is not a range of record {record.name} of {record.nbytes} bytes"
@@ -168,13 +195,14 @@ def check_span(record: Record, span: tuple[int, int], address: int) -> None:
         )
 
 
-def check_readable(record: Record, span: tuple[int, int]) -> None:
+def check_readable(span: RecordSpan) -> None:
     """Raises `StateError` if the range holds nothing, or nothing that can be trusted."""
+    record, start, stop, _ = span
     if record.failed is not None:
         raise StateError(refusal(record))
-    if not record.written.covers(*span):
+    if not record.written.covers(start, stop):
         raise StateError(
-            f"bytes [{span[0]}, {span[1]}) of record {record} were never written; write them first"
+            f"bytes [{start}, {stop}) of record {record} were never written; write them first"
         )
 
 

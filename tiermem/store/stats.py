@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from tiermem.types import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,3 +29,12 @@ class StoreStats:
     num_records: int
     in_flight: int  # transfers
     conflict_waits: int  # times that a transfer had to wait for another one of its record
+
+    def describe(self, shares: Sequence[float], stripes: str) -> str:
+        """For people; ``shares`` are the paths', ``stripes`` what the store says of how it cuts."""
+        host = format_bytes(self.host_bytes)
+        lines = [f"{self.num_records} records, {host} of them in host memory, {stripes}"]
+        for share, path in zip(shares, self.paths, strict=True):
+            how = "O_DIRECT" if path.direct else "buffered"
+            lines.append(f"{path.path}: {share:.0%}, {format_bytes(path.allocated_bytes)}, {how}")
+        return "\n".join(lines)

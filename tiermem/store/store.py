@@ -20,12 +20,14 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tiermem.errors import BudgetError, ConfigError, IOContext, StateError, TierIOError
+from tiermem.errors import ConfigError, IOContext, StateError, TierIOError
 from tiermem.io.base import Engine, Op, Priority, QueueOptions
-from tiermem.memory.arena import Arena, Block
+from tiermem.memory.arena import Arena
 from tiermem.store.records import (
     Record,
+    RecordSpan,
     RecordSpec,
+    allocate,
     check_readable,
     check_span,
     pieces_of,
@@ -35,8 +37,8 @@ from tiermem.store.records import (
 from tiermem.store.stats import StoreStats
 from tiermem.store.striping import StripeMap, UnitSequence, plan_extents
 from tiermem.store.targets import Targets
-from tiermem.store.transfer import Transfer
-from tiermem.types import ALIGNMENT, Purpose, format_bytes
+from tiermem.store.transfer import Transfer, enter
+from tiermem.types import ALIGNMENT, format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +102,7 @@ class TieredStore:
             self._check_open()
             extents = None if spec.host_only else self._plan(spec)
             host_bytes = spec.nbytes if extents is None else extents.target_bytes[-1]
-            block = self._allocate(spec, host_bytes) if host_bytes else None
+            block = allocate(self._arena, spec, host_bytes) if host_bytes else None
             try:
                 bases = self._targets.grow(generation, extents.target_bytes[:-1]) if extents else ()
             except BaseException:
@@ -126,14 +128,13 @@ class TieredStore:
         owner: object = None,
         priority: Priority = Priority.BACKGROUND,
     ) -> Transfer:
-        """Starts reading the bytes [start, stop) of ``record`` to ``address``.
+        """Starts reading one `RecordSpan`: the bytes [start, stop) of ``record`` to ``address``.
 
-        ``start`` is a multiple of 4096, ``stop`` too or the end of the record; the buffer takes
-        ``stop - start`` rounded up to 4096 and must stay valid: ``owner`` is held until completion.
-        Blocks while a write of an overlapping range is in flight (see `would_wait`). Raises
-        `StateError` for a range that was never written or a record whose write failed.
+        The memory must stay valid: ``owner`` is held until completion. Blocks while a write of an
+        overlapping range is in flight (see `would_wait`). Raises `StateError` for a range that was
+        never written or a record whose write failed.
         """
-        return self._start(Op.READ, record, (start, stop), address, (owner, priority))
+        return self.read_many((RecordSpan(record, start, stop, address),), owner, priority)[0]
 
     def write(
         self,
@@ -145,7 +146,28 @@ class TieredStore:
         priority: Priority = Priority.BACKGROUND,
     ) -> Transfer:
         """Starts writing; as `read`, and blocks while reads of an overlapping range are in flight."""
-        return self._start(Op.WRITE, record, (start, stop), address, (owner, priority))
+        return self.write_many((RecordSpan(record, start, stop, address),), owner, priority)[0]
+
+    def read_many(
+        self,
+        spans: Sequence[RecordSpan],
+        owner: object = None,
+        priority: Priority = Priority.BACKGROUND,
+    ) -> list[Transfer]:
+        """As `read` for each of ``spans``, at a fraction of the cost where records are small: all are
+        handed over at once, and neighbours in storage and memory are one request. All of them are
+        started or none; each transfer is waited for, and fails, by itself."""
+        return self._start(Op.READ, spans, (owner, priority))
+
+    def write_many(
+        self,
+        spans: Sequence[RecordSpan],
+        owner: object = None,
+        priority: Priority = Priority.BACKGROUND,
+    ) -> list[Transfer]:
+        """As `read_many`. ValueError for spans that overlap each other. If the engine refuses a part,
+        the records of which something was started have failed."""
+        return self._start(Op.WRITE, spans, (owner, priority))
 
     def would_wait(self, record: Record, start: int, stop: int, op: Op) -> bool:
         """Whether `read` or `write` of this range would block now. Never blocks itself."""
@@ -256,15 +278,8 @@ class TieredStore:
 
     def describe(self) -> str:
         """For people: the records, and each path with its share and how it is driven."""
-        stats = self.stats()
-        lines = [
-            f"{stats.num_records} records, {format_bytes(stats.host_bytes)} of them in host memory, "
-            f"stripes of {format_bytes(self._stripe_bytes)}, engine {self._engine_name}"
-        ]
-        for share, path in zip(self._shares, stats.paths, strict=True):
-            how = "O_DIRECT" if path.direct else "buffered"
-            lines.append(f"{path.path}: {share:.0%}, {format_bytes(path.allocated_bytes)}, {how}")
-        return "\n".join(lines)
+        stripes = f"stripes of {format_bytes(self._stripe_bytes)}, engine {self._engine_name}"
+        return self.stats().describe(self._shares, stripes)
 
     def settle(self, transfer: Transfer) -> None:
         """For `Transfer`: waits for it and brings its record up to date, once."""
@@ -292,20 +307,18 @@ class TieredStore:
             self._unreported.pop(transfer, None)
 
     def _start(
-        self,
-        op: Op,
-        record: Record,
-        span: tuple[int, int],
-        address: int,
-        terms: tuple[object, Priority],
-    ) -> Transfer:
-        check_span(record, span, address)
+        self, op: Op, spans: Sequence[RecordSpan], terms: tuple[object, Priority]
+    ) -> list[Transfer]:
+        for span in spans:
+            check_span(span)
         while True:
             with self._lock:
                 self._check_open()
-                conflicts = [other for other in record.in_flight if other.conflicts(op, *span)]
+                transfers = [Transfer(op, span, terms[0], self) for span in spans]
+                conflicts = enter(transfers)
                 if not conflicts:
-                    return self._submit(op, record, span, address, terms)
+                    self._submit(op, transfers, spans, terms)
+                    return transfers
                 self._conflict_waits += 1
             for other in conflicts:
                 other.complete()
@@ -313,31 +326,34 @@ class TieredStore:
     def _submit(
         self,
         op: Op,
-        record: Record,
-        span: tuple[int, int],
-        address: int,
+        transfers: Sequence[Transfer],
+        spans: Sequence[RecordSpan],
         terms: tuple[object, Priority],
-    ) -> Transfer:
+    ) -> None:
         """Under the lock, with nothing conflicting in flight."""
-        if op is Op.READ:
-            check_readable(record, span)
-        transfer = Transfer(record, op, span, [], terms[0], self)
+        host = self._targets.num_paths
         try:
-            self._targets.submit(
-                transfer, pieces_of(record, span, self._targets.num_paths), address, terms
-            )
+            if op is Op.READ:
+                for span in spans:
+                    check_readable(span)
+            places = [(one, pieces_of(span, host)) for one, span in zip(transfers, spans, strict=True)]
+            self._targets.submit(op, places, terms)
         except BaseException as error:
-            # Some pieces may be under way and nobody will ever wait for this transfer: wait here.
-            started = bool(transfer.requests)
-            transfer.finish(transfer.collect())
-            if op is Op.WRITE and started:
-                context = IOContext("write", "", span[0], span[1] - span[0], record.name)
-                self._poison(record, TierIOError(errno.EIO, context, f"not all was submitted: {error}"))
+            self._give_up(transfers, error)
             raise
-        record.in_flight.append(transfer)
-        self._in_flight[transfer] = None
-        refresh(record)
-        return transfer
+        for transfer in transfers:
+            self._in_flight[transfer] = None
+            refresh(transfer.record)
+
+    def _give_up(self, transfers: Sequence[Transfer], error: BaseException) -> None:
+        """Some pieces may be under way and nobody will ever wait for these transfers: wait here."""
+        for transfer in transfers:
+            record, started = transfer.record, bool(transfer.requests)
+            transfer.finish(transfer.collect())
+            record.in_flight.remove(transfer)
+            if transfer.op is Op.WRITE and started:
+                context = IOContext("write", "", transfer.start, transfer.nbytes, record.name)
+                self._poison(record, TierIOError(errno.EIO, context, f"not all was submitted: {error}"))
 
     def _conflicts(self, record: Record, start: int, stop: int, op: Op) -> list[Transfer]:
         with self._lock:
@@ -376,17 +392,6 @@ class TieredStore:
         if sequence is None:
             sequence = self._sequences[weights] = UnitSequence(weights)
         return plan_extents(spec.nbytes, self._stripe_bytes, weights, sequence)
-
-    def _allocate(self, spec: RecordSpec, nbytes: int) -> Block:
-        block = self._arena.allocate(nbytes, Purpose.RESIDENT)
-        if block is None:
-            raise BudgetError(
-                f"{nbytes} bytes ({format_bytes(nbytes)}) of record {spec.name!r} do not fit in "
-                f"{self._arena.tier.value} memory: the largest free part of the budget of "
-                f"{self._arena.nbytes} bytes is {self._arena.largest_free} bytes; raise "
-                f"{self._arena.tier.value}_memory or keep more on a lower tier"
-            )
-        return block
 
     def _check_open(self) -> None:
         if self._closed:

@@ -10,15 +10,13 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import overload
+from typing import NamedTuple, overload
 
 from tiermem.errors import ConfigError
 from tiermem.types import ALIGNMENT, round_up
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """``length`` bytes at ``record_offset`` of a record lie at ``target_offset`` of ``target``.
 
     ``target_offset`` counts from the start of the record's own space on that target.
@@ -129,6 +127,8 @@ class StripeMap(Sequence[Piece]):
         """The pieces of the bytes [start, stop) of the padded record, in record order."""
         if not 0 <= start <= stop <= self.padded_bytes:
             raise ValueError(f"[{start}, {stop}) is not within a record of {self.padded_bytes} bytes")
+        if len(self._targets) == 1:  # a small record, as a rule
+            return [Piece(self._targets[0], start, start, stop - start)] if start < stop else []
         pieces: list[Piece] = []
         at = bisect_right(self._record_starts, start) - 1
         while start < stop:

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tiermem.errors import IOContext, TierIOError
-from tiermem.io.base import Engine, Op, Priority, QueueOptions
+from tiermem.io.base import Engine, Move, Op, Priority, QueueOptions
 from tiermem.io.files import free_bytes
 from tiermem.store.pathfile import PathFile, check_file_limit
 from tiermem.store.rundir import RunDirectory, check_paths
+from tiermem.store.runs import Lane, start
 from tiermem.store.stats import PathStats
 from tiermem.store.striping import Piece
 from tiermem.store.transfer import PieceRequest, Transfer
@@ -34,6 +35,7 @@ class Targets:
     ) -> None:
         check_paths(paths)
         self._engine = engine
+        self._run_bytes = options.chunk_bytes
         self._want_direct = direct
         self._directories: list[RunDirectory] = []
         self._files: dict[int, list[PathFile]] = {}  # by generation
@@ -44,10 +46,10 @@ class Targets:
             for path in paths:
                 self._directories.append(RunDirectory(path))
             self._generation(0)
+            self._queues = [engine.add_queue(options) for _ in paths]  # may be refused: see aio-max-nr
         except BaseException:
             self.close()
             raise
-        self._queues = [engine.add_queue(options) for _ in paths]
 
     @property
     def num_paths(self) -> int:
@@ -95,18 +97,35 @@ class Targets:
             check_file_limit(context)
 
     def submit(
-        self, transfer: Transfer, pieces: Sequence[Piece], address: int, terms: tuple[object, Priority]
+        self, op: Op, places: Sequence[tuple[Transfer, Sequence[Piece]]], terms: tuple[object, Priority]
     ) -> None:
-        """Starts every piece of ``transfer``, whose first byte is at ``address``.
+        """Starts every piece of these transfers, those of one path by one call and neighbours as one.
 
-        If it raises, the pieces started so far are in ``transfer.requests``.
+        If it raises, the pieces started so far are in each transfer's ``requests``.
         """
-        for piece in pieces:
-            at = address + piece.record_offset - transfer.start
-            if piece.target < self.num_paths:
-                transfer.requests.append(self._submit_path(transfer, piece, at, terms))
-            else:
-                self._submit_copy(transfer, piece, at, terms[0])
+        owner, priority = terms
+        moves: list[list[Move]] = [[] for _ in self._directories]
+        movers: list[list[Transfer]] = [[] for _ in self._directories]
+        for transfer, pieces in places:
+            record, base = transfer.record, transfer.address - transfer.start
+            files = self._files[record.generation]
+            for target, target_offset, record_offset, length in pieces:
+                if target < len(files):
+                    offset = record.bases[target] + target_offset
+                    moves[target].append((files[target].fd, offset, base + record_offset, length))
+                    movers[target].append(transfer)
+                else:
+                    piece = Piece(target, target_offset, record_offset, length)
+                    self._submit_copy(transfer, piece, base + record_offset, owner)
+        for target, some in enumerate(moves):
+            if some:
+                lane = Lane(self._engine, self._queues[target], op, owner, priority)
+                requests = start(lane, some, self._run_bytes)
+                for transfer, request, (_, offset, _, length) in zip(
+                    movers[target], requests, some, strict=True
+                ):
+                    path = self._files[transfer.record.generation][target].path
+                    transfer.requests.append(PieceRequest(request, target, path, offset, length))
 
     def count(self, op: Op, requests: Sequence[PieceRequest]) -> None:
         """These have succeeded."""
@@ -151,24 +170,6 @@ class Targets:
                 raise
             self._files[generation] = files
         return self._files[generation]
-
-    def _submit_path(
-        self, transfer: Transfer, piece: Piece, address: int, terms: tuple[object, Priority]
-    ) -> PieceRequest:
-        record, (owner, priority) = transfer.record, terms
-        file = self._files[record.generation][piece.target]
-        offset = record.bases[piece.target] + piece.target_offset
-        request = self._engine.submit(
-            self._queues[piece.target],
-            transfer.op,
-            file.fd,
-            offset,
-            address,
-            piece.length,
-            owner=owner,
-            priority=priority,
-        )
-        return PieceRequest(request, piece.target, str(file.path), offset, piece.length)
 
     def _submit_copy(self, transfer: Transfer, piece: Piece, address: int, owner: object) -> None:
         block = transfer.record.block

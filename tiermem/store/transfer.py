@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import errno
 import os
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from tiermem.errors import IOContext, TierIOError
 from tiermem.io.base import Op, Request
-from tiermem.store.records import Record
+from tiermem.store.records import RecordSpan
+from tiermem.store.runs import Part
 
 
-@dataclass(frozen=True, slots=True)
-class PieceRequest:
+class PieceRequest(NamedTuple):
     """One piece under way. ``target`` is the path's number, or the number of paths for host memory;
     ``path`` and ``offset`` are what an error says."""
 
-    request: Request
+    request: Request | Part
     target: int
-    path: str
+    path: Path | str
     offset: int
     length: int
 
@@ -45,6 +46,7 @@ class Transfer:
         "_keeper",
         "_owner",
         "_requests",
+        "address",
         "error",
         "nbytes",
         "op",
@@ -57,23 +59,20 @@ class Transfer:
 
     def __init__(
         self,
-        record: Record,
         op: Op,
-        span: tuple[int, int],
-        requests: list[PieceRequest],
+        span: RecordSpan,
         owner: object,
         keeper: Keeper,
     ) -> None:
-        self.record = record
+        self.record, self.start, self.stop, self.address = span
         self.op = op
-        self.start, self.stop = span
         self.nbytes = self.stop - self.start
         self.error: TierIOError | None = None
         """The failure of the first failed piece, once settled."""
         self.settled = False
         self.reported = False
         """Whether its failure has been raised to somebody."""
-        self._requests = requests
+        self._requests: list[PieceRequest] = []
         self._owner = owner
         self._keeper = keeper
 
@@ -114,8 +113,13 @@ class Transfer:
 
     def collect(self) -> TierIOError | None:
         """Reads every piece's result (blocking); the first failure. For the store."""
-        failures = [_failure(self, piece) for piece in self._requests]
-        return next((failure for failure in failures if failure is not None), None)
+        first: TierIOError | None = None
+        for piece in self._requests:  # all of them, before the failure is told
+            try:
+                piece.request.wait()
+            except OSError as error:
+                first = first or _failure(self, piece, error)
+        return first
 
     def finish(self, error: TierIOError | None) -> object:
         """Settled; the owner, for the caller to drop. For the store, under its lock.
@@ -130,15 +134,42 @@ class Transfer:
         return owner
 
 
-def _failure(transfer: Transfer, piece: PieceRequest) -> TierIOError | None:
+def _failure(transfer: Transfer, piece: PieceRequest, error: OSError) -> TierIOError:
+    number = error.errno or errno.EIO
+    operation = "write" if transfer.op is Op.WRITE else "read"
+    context = IOContext(operation, str(piece.path), piece.offset, piece.length, transfer.record.name)
+    detail = error.strerror or str(error)
+    failure = TierIOError(number, context, "" if detail == os.strerror(number) else detail)
+    failure.__cause__ = error
+    return failure
+
+
+def enter(transfers: Sequence[Transfer]) -> list[Transfer]:
+    """Puts each among its record's in flight, or none of them: what it must come after is returned.
+
+    Raises ValueError for transfers that conflict with each other.
+    """
+    entered: set[Transfer] = set()
+    conflicts: list[Transfer] = []
     try:
-        piece.request.wait()
-    except OSError as error:
-        number = error.errno or errno.EIO
-        operation = "write" if transfer.op is Op.WRITE else "read"
-        context = IOContext(operation, piece.path, piece.offset, piece.length, transfer.record.name)
-        detail = error.strerror or str(error)
-        failure = TierIOError(number, context, "" if detail == os.strerror(number) else detail)
-        failure.__cause__ = error
-        return failure
-    return None
+        for transfer in transfers:
+            in_flight = transfer.record.in_flight
+            for other in in_flight:
+                if other.conflicts(transfer.op, transfer.start, transfer.stop):
+                    if other in entered:
+                        raise ValueError(
+                            f"two of the transfers are of overlapping parts of record "
+                            f"{transfer.record.name}: [{other.start}, {other.stop}) and "
+                            f"[{transfer.start}, {transfer.stop}); start one after the other"
+                        )
+                    conflicts.append(other)
+            in_flight.append(transfer)
+            entered.add(transfer)
+    except ValueError:
+        conflicts = list(entered)  # to be undone
+        raise
+    finally:
+        if conflicts:
+            for transfer in entered:
+                transfer.record.in_flight.remove(transfer)
+    return conflicts

@@ -1,0 +1,38 @@
+"""The first signal asks for an end, a second one does not wait."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tiermem.cli.stopping import Stopping
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_first_asks_second_raises(capsys: pytest.CaptureFixture[str], number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with Stopping("ending soon") as stopping:
+        stopping.check()
+        assert stopping.code == 0
+        os.kill(os.getpid(), number)
+        assert stopping.requested
+        assert stopping.event.is_set()
+        assert stopping.code == 128 + number
+        with pytest.raises(KeyboardInterrupt):
+            stopping.check()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is before
+    assert "tiermem: ending soon" in capsys.readouterr().err
+
+
+def test_an_ignored_hangup_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Stopping("") as stopping:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stopping.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
