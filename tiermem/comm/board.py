@@ -29,6 +29,7 @@ class Board:
     def __init__(self, store: Store, rank: int) -> None:
         self._store = store
         self._rank = rank
+        self._said_seen = False  # written by the watch, after its end by who closes
 
     def leave(self, departure: Departure) -> None:
         """Says that this rank has left, before its connections close."""
@@ -46,22 +47,25 @@ class Board:
         return self._count("left", 0)
 
     def fail(self, text: str) -> None:
-        """Says why the run is over. The first to say so is the one who is believed."""
+        """Says who ended the run and why. The first to say so is the one who is believed."""
         place = self._count("failures")
         if place is not None:
-            self._write(f"failure/{place}", [self._rank, text])
+            self._write(f"failure/{place}", text)
 
-    def failure(self) -> tuple[int, str] | None:
-        """The rank that said first why the run is over, and what it said."""
-        words = self._read("failure/1")
-        return None if words is None else (words[0], words[1])
+    def failure(self) -> str | None:
+        """What was said first about why the run is over."""
+        text = self._read("failure/1")
+        return None if text is None else str(text)
 
-    def see_failure(self) -> None:
-        """Says that this rank knows of the failure."""
-        self._count("seen")
+    def need_nobody(self) -> None:
+        """Says that this rank knows of the failure and waits for nobody, or has left: once."""
+        if not self._said_seen:
+            self._said_seen = True
+            self._count("seen")
 
     def num_seen(self) -> int | None:
-        """How many ranks know of the failure; None if the store is gone."""
+        """How many ranks know of the failure and wait for nobody, or have left; None if the store is
+        gone."""
         return self._count("seen", 0)
 
     def publish_state(self, state: State | None) -> None:
@@ -133,5 +137,5 @@ def _state_from_words(words: Mapping[str, Any]) -> State:
         beat=words["beat"],
         waits=tuple(_transfer_from_words(each) for each in words["waits"]),
         posted={(Kind[kind], index): count for kind, index, count in words["posted"]},
-        open=frozenset(_transfer_from_words(each) for each in words["open"]),
+        open=tuple(_transfer_from_words(each) for each in words["open"]),
     )
