@@ -25,6 +25,11 @@ class StateError(TierMemError, RuntimeError):
     """A call that is not possible in the present state; says which call is."""
 
 
+class RankError(StateError):
+    """Another rank failed, left, or does something else; says who, what it said, and what this rank
+    was waiting for."""
+
+
 @dataclass(frozen=True, slots=True)
 class IOContext:
     """Where a transfer failed: enough to find the bytes by hand."""

@@ -1,0 +1,18 @@
+"""Collectives of ZeRO on torch.distributed: exchanges of tagged messages, each counting its bytes,
+with failures that name their cause within seconds."""
+
+from tiermem.comm.communicator import Communicator, open_communicator, single
+from tiermem.comm.exchange import Exchange
+from tiermem.comm.messages import Kind, Message
+from tiermem.comm.stats import CommStats, Traffic
+
+__all__ = [
+    "CommStats",
+    "Communicator",
+    "Exchange",
+    "Kind",
+    "Message",
+    "Traffic",
+    "open_communicator",
+    "single",
+]

@@ -1,0 +1,111 @@
+"""`Activity`: what this rank has posted and waits for, for its threads and for the watch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tiermem.comm.deadlock import State
+from tiermem.comm.messages import Kind, Message, Transfer
+from tiermem.comm.stats import CommStats, Flow
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """A thread that waits for ``transfer`` since ``since_ns`` (monotonic)."""
+
+    transfer: Transfer
+    since_ns: int
+
+
+class Activity:
+    """Any thread; the lock guards all of it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers: dict[tuple[Kind, int], int] = {}  # exchanges posted, of each message
+        self._open: set[Transfer] = set()
+        self._blocked: dict[int, Blocked] = {}  # by thread
+        self._actors: set[int] = set()  # threads that have posted
+        self._stamp = 0  # grows with everything that happens
+        self._flows = {kind: Flow() for kind in Kind}
+        self._total = Flow()
+        self._last = ""
+        self.failure: str | None = None  # why this run is over, once it is; set once
+
+    def post(
+        self, what: Message, sends: Sequence[tuple[int, int]], receives: Sequence[tuple[int, int]]
+    ) -> tuple[list[Transfer], list[Transfer]]:
+        """Numbers and counts an exchange of these (peer, bytes)."""
+        with self._lock:
+            key = (what.kind, what.index)
+            number = self._numbers.get(key, 0)
+            self._numbers[key] = number + 1
+            self._actors.add(threading.get_ident())
+            self._stamp += 1
+            self._last = what.name
+            going = [Transfer(what, number, peer, True, nbytes) for peer, nbytes in sends]
+            coming = [Transfer(what, number, peer, False, nbytes) for peer, nbytes in receives]
+            self._open.update(going, coming)
+            for flow in (self._flows[what.kind], self._total):
+                flow.post(sum(t.nbytes for t in going), sum(t.nbytes for t in coming))
+        return going, coming
+
+    def block(self, transfer: Transfer) -> None:
+        """The calling thread begins to wait for ``transfer``."""
+        with self._lock:
+            self._stamp += 1
+            self._blocked[threading.get_ident()] = Blocked(transfer, time.monotonic_ns())
+
+    def unblock(self) -> None:
+        """The calling thread waits no more."""
+        with self._lock:
+            self._stamp += 1
+            del self._blocked[threading.get_ident()]
+
+    def finish(self, transfer: Transfer) -> None:
+        """``transfer`` is complete."""
+        with self._lock:
+            self._stamp += 1
+            self._open.discard(transfer)
+            for flow in (self._flows[transfer.what.kind], self._total):
+                flow.finish(transfer.nbytes)
+
+    def fail(self, failure: str) -> bool:
+        """Notes why the run is over; False if that was known already."""
+        with self._lock:
+            if self.failure is not None:
+                return False
+            self.failure = failure
+            return True
+
+    def blocked(self) -> list[Blocked]:
+        """What threads wait for now, the longest wait first."""
+        with self._lock:
+            return sorted(self._blocked.values(), key=lambda each: each.since_ns)
+
+    def state(self, beat: int) -> State | None:
+        """What others need to know if all threads of this rank that exchange are blocked."""
+        alive = {thread.ident for thread in threading.enumerate()}
+        with self._lock:
+            if not self._blocked or (self._actors & alive) - self._blocked.keys():
+                return None
+            return State(
+                stamp=self._stamp,
+                beat=beat,
+                waits=tuple(each.transfer for each in self._blocked.values()),
+                posted=dict(self._numbers),
+                open=frozenset(self._open),
+            )
+
+    def summary(self) -> tuple[int, str]:
+        """How many exchanges were posted, and the name of the last."""
+        with self._lock:
+            return self._total.exchanges, self._last
+
+    def stats(self) -> CommStats:
+        with self._lock:
+            by_kind = {kind: flow.reading() for kind, flow in self._flows.items()}
+            return CommStats(by_kind, self._total.max_in_flight_bytes)

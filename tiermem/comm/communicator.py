@@ -1,0 +1,238 @@
+"""`Communicator`: collectives among the ranks of a group, as exchanges of tagged messages."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from tiermem.comm import compat
+from tiermem.comm.activity import Activity
+from tiermem.comm.board import Board, Departure
+from tiermem.comm.exchange import Exchange
+from tiermem.comm.link import Link
+from tiermem.comm.messages import MAX_INDEX, Kind, Message
+from tiermem.comm.stats import CommStats
+from tiermem.comm.watch import Watch
+from tiermem.errors import RankError, StateError
+
+logger = logging.getLogger(__name__)
+
+_OPEN_S = 300  # for all ranks to come
+_CLOSE_S = 5.0  # for all ranks to close
+_FAIL_S = 3.0  # for all ranks to learn of a failure
+_POLL_S = 0.02
+
+
+class Communicator:
+    """Exchanges between the ranks of one group. Made by `open_communicator` or `single`.
+
+    ``rank`` and ``size`` are those of the group. Any thread may use it, for different messages.
+    """
+
+    def __init__(self, link: Link, watch: Watch | None) -> None:
+        self.rank = link.rank
+        self.size = link.size
+        self._link = link
+        self._watch = watch
+        self._lock = threading.Lock()
+        self._open: list[Exchange] = []  # those not known to be done
+        self._said: str | None = None  # what fail() was told
+        self._closed = False
+        self._farewell = weakref.finalize(self, _farewell, link, watch)
+
+    def exchange(
+        self, what: Message, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]
+    ) -> Exchange:
+        """Starts sending ``sends[r]`` to each rank r and receiving ``receives[r]`` from it; None, an
+        empty tensor, and the own rank's element mean nothing. Returns at once.
+
+        Contiguous tensors in host memory, of any dtype. What one rank sends and what the other
+        receives must have the same size in bytes. All ranks that have something for each other must
+        post the exchanges of one message in the same order; different messages may be in any order.
+
+        :raises RankError: the run is over, since a rank failed or left.
+        :raises StateError: the communicator is closed, or a tensor cannot be sent.
+        """
+        self.check()
+        if self._closed:
+            raise StateError(f"{what} after close(): open a new communicator")
+        if not 0 <= what.index <= MAX_INDEX:
+            raise StateError(f"{what} has index {what.index}, above {MAX_INDEX}: use larger groups")
+        outgoing = self._others(what, sends)
+        incoming = self._others(what, receives)
+        going, coming = self._link.activity.post(
+            what,
+            [(peer, tensor.nbytes) for peer, tensor in outgoing],
+            [(peer, tensor.nbytes) for peer, tensor in incoming],
+        )
+        exchange = Exchange(self._link)
+        with self._lock:
+            self._open = [each for each in self._open if not each.done]
+            self._open.append(exchange)
+        exchange.post(
+            [(transfer, tensor) for transfer, (_, tensor) in zip(coming, incoming, strict=True)],
+            [(transfer, tensor) for transfer, (_, tensor) in zip(going, outgoing, strict=True)],
+        )
+        return exchange
+
+    def gather_values(self, name: str, values: Sequence[float]) -> list[tuple[float, ...]]:
+        """Every rank's ``values`` (as many on each), in rank order; exact in fp64. Waits."""
+        own = torch.tensor(values, dtype=torch.float64)
+        rows = torch.empty(self.size, len(values), dtype=torch.float64)
+        rows[self.rank] = own
+        exchange = self.exchange(Message(Kind.VALUES, 0, name), [own] * self.size, list(rows))
+        exchange.wait()
+        return [tuple(row) for row in rows.tolist()]
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the other ranks why the run is over; only the first call does. They raise in their
+        next `check`, `exchange` or wait, and are woken where they wait for this rank."""
+        with self._lock:
+            if self._said is not None or self._closed:
+                return
+            self._said = str(error) if isinstance(error, RankError) else _describe(error)
+        self._link.activity.fail(f"{self._link.names[self.rank]} failed: {self._said}")
+        if self._link.board is not None:
+            self._link.board.fail(self._said)
+            self._link.board.see_failure()
+
+    def check(self) -> None:
+        """Raises `RankError` if the run is known to be over. Costs nothing."""
+        if self._link.activity.failure is not None:
+            raise self._link.failed()
+
+    def stats(self) -> CommStats:
+        """The counters now."""
+        return self._link.activity.stats()
+
+    def close(self, *, failed: bool = False) -> None:
+        """Leaves the group. Idempotent; never raises because of other ranks.
+
+        Waits for the own exchanges and then up to some seconds for the other ranks to close as well,
+        so that nothing that they still receive is lost. With ``failed`` it does not wait for exchanges,
+        but up to some seconds for the others to have read what `fail` said.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            unfinished = list(self._open)
+        self._farewell.detach()
+        if self._link.board is None:
+            return
+        if not failed:
+            failed = not self._drain(unfinished)
+        self._leave(self._link.board, failed)
+        if self._watch is not None:
+            self._watch.stop()
+        self._link.transport = None
+        for exchange in unfinished:
+            exchange.abandon()
+        if failed:
+            self._wait_until(self._link.board.num_seen, _FAIL_S)
+
+    def _others(self, what: Message, tensors: Sequence[Tensor | None]) -> list[tuple[int, Tensor]]:
+        if len(tensors) != self.size:
+            raise StateError(f"{what}: {len(tensors)} tensors for {self.size} ranks")
+        others = []
+        for peer, tensor in enumerate(tensors):
+            if tensor is None or peer == self.rank or tensor.nbytes == 0:
+                continue
+            if tensor.device.type != "cpu" or not tensor.is_contiguous():
+                raise StateError(
+                    f"{what}: a tensor of shape {tuple(tensor.shape)}, stride {tensor.stride()} on "
+                    f"{tensor.device} cannot be exchanged: copy it to contiguous host memory"
+                )
+            others.append((peer, tensor))
+        return others
+
+    def _drain(self, exchanges: list[Exchange]) -> bool:
+        for exchange in exchanges:
+            try:
+                exchange.wait()
+            except RankError as error:
+                logger.warning("closing with unfinished exchanges: %s", error)
+                return False
+        return True
+
+    def _leave(self, board: Board, failed: bool) -> None:
+        exchanges, last = self._link.activity.summary()
+        how = "failed" if failed else "closed"
+        said = self._said or self._link.activity.failure or ""
+        board.leave(Departure(how, said, exchanges, last))
+        if not failed:
+            self._wait_until(board.num_left, _CLOSE_S)
+            return
+        end = time.monotonic() + _FAIL_S  # for the own threads that others wake
+        while self._link.activity.blocked() and time.monotonic() < end:
+            time.sleep(_POLL_S)
+
+    def _wait_until(self, count: object, seconds: float) -> None:
+        assert callable(count)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            reached = count()
+            if reached is None or reached >= self.size:
+                return
+            time.sleep(_POLL_S)
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _farewell(link: Link, watch: Watch | None) -> None:
+    """The process ends, or the communicator was dropped, without close()."""
+    if watch is not None:
+        watch.stop()
+    if link.board is not None:
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        said = "" if error is None else _describe(error)
+        with contextlib.suppress(Exception):
+            link.board.leave(Departure("ended", said, *link.activity.summary()))
+    link.transport = None
+
+
+def single() -> Communicator:
+    """A communicator of one rank, without torch.distributed: nothing moves."""
+    return Communicator(Link(0, 1, {0: "rank 0"}, Activity(), None, None), None)
+
+
+def open_communicator(group: dist.ProcessGroup | None) -> Communicator:
+    """A communicator over the ranks of ``group`` (None: the default group), on connections of its
+    own. Collective: waits for all ranks.
+
+    :raises RankError: the others did not come in time.
+    """
+    group = dist.group.WORLD if group is None else group
+    if group is None:
+        raise StateError("torch.distributed is not initialized: call dist.init_process_group first")
+    rank, size = group.rank(), group.size()
+    if size == 1:
+        return single()
+    ranks = dist.get_process_group_ranks(group)
+    names = {place: f"rank {each}" for place, each in enumerate(ranks)}
+    store = compat.group_store(group)
+    count = store.add(f"tiermem/opened/{rank}", 1)  # the same on all ranks: opening is collective
+    store = compat.store_below(store, f"tiermem/{count}/")
+    try:
+        transport = compat.open_gloo(store, rank, size, timedelta(seconds=_OPEN_S))
+    except RuntimeError as error:
+        raise RankError(
+            f"{names[rank]}: {', '.join(names.values())} did not all open communicator {count} of "
+            f"their group within {_OPEN_S} s: all ranks must make the same runtimes; {error}"
+        ) from error
+    link = Link(rank, size, names, Activity(), Board(store, rank), transport)
+    watch = Watch(link)
+    watch.start()
+    return Communicator(link, watch)

@@ -1,0 +1,129 @@
+"""Whether ranks wait for each other for ever, from what each of them says of itself.
+
+[Note: disagreement] Ranks that run different things next wait for messages that nobody will send, and
+gloo would let them. They are found out without ever accusing a rank that is only slow:
+
+- A rank is *stuck* when every living thread of it that has ever posted an exchange is blocked in
+  the wait of one transfer. A thread that computes may post next what others wait for, so a rank with
+  such a thread is not stuck, however long it takes. (A rank one of whose threads once posted and now
+  sleeps elsewhere is therefore never accused; then only the warning after a minute speaks.)
+- A blocked thread can go on if the peer has posted the other end of its transfer, which is known
+  from the peer's counts of exchanges posted of each message, or if the peer is not stuck. A peer that
+  is ahead or behind is of no interest: only whether somebody can go on.
+- The *deadlocked* ranks are what is left of the stuck ones after taking away, again and again, each
+  rank of which some thread can go on. Every thread of theirs waits for a deadlocked rank that has
+  not posted the other end and cannot. One rank alone is never left: nobody waits for himself.
+- Transfers with both ends posted and different sizes count as not posted: they never meet, since the
+  size is part of the tag.
+
+What ranks say is read at different times. Each state therefore carries a `stamp`, which grows
+with every post, wait and completion of that rank, and a `beat`, which grows with every look that
+finds the stamp unchanged. A set of deadlocked ranks with their stamps is believed when a second look
+finds the same, and a later one the same again with every beat grown by two since the second: the last
+of these was taken after the first look had ended, so at that moment all of them were in these states
+at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tiermem.comm.messages import Kind, Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A stuck rank; see [Note: disagreement]."""
+
+    stamp: int
+    beat: int
+    waits: tuple[Transfer, ...]  # one for each thread
+    posted: Mapping[tuple[Kind, int], int]  # number of exchanges, of each message
+    open: frozenset[Transfer]  # posted and not known to be complete
+
+
+def _other_end(state: State, rank: int, wait: Transfer) -> Transfer | None:
+    """The open transfer of ``state`` that belongs to ``wait`` of ``rank``, whatever its size."""
+    for each in state.open:
+        same = (each.what.kind, each.what.index, each.number) == (
+            wait.what.kind,
+            wait.what.index,
+            wait.number,
+        )
+        if same and each.peer == rank and each.sending != wait.sending:
+            return each
+    return None
+
+
+def _can_go_on(wait: Transfer, rank: int, states: Mapping[int, State]) -> bool:
+    peer = states.get(wait.peer)
+    if peer is None:
+        return True
+    if wait.number >= peer.posted.get((wait.what.kind, wait.what.index), 0):
+        return False
+    other = _other_end(peer, rank, wait)
+    return other is None or other.nbytes == wait.nbytes
+
+
+def deadlocked(states: Mapping[int, State]) -> frozenset[int]:
+    """The ranks of ``states``, the stuck ones, that wait for ever."""
+    left = dict(states)
+    while True:
+        free = [
+            rank
+            for rank, state in left.items()
+            if any(_can_go_on(wait, rank, left) for wait in state.waits)
+        ]
+        if not free:
+            return frozenset(left)
+        for rank in free:
+            del left[rank]
+
+
+def describe(states: Mapping[int, State], ranks: frozenset[int], names: Mapping[int, str]) -> str:
+    """Who waits for what from whom, along one circle of ``ranks``; rank r is called ``names[r]``."""
+    path = [min(ranks)]
+    while (peer := states[path[-1]].waits[0].peer) not in path:
+        path.append(peer)
+    clauses = []
+    for rank in path[path.index(peer) :]:
+        wait = states[rank].waits[0]
+        clause = f"{names[rank]} {describe_wait(wait, names[wait.peer])}"
+        other = _other_end(states[wait.peer], rank, wait)
+        if other is not None and other.nbytes != wait.nbytes:
+            verb = "sends" if other.sending else "expects"
+            clause += f", which {verb} {other.nbytes} bytes and not {wait.nbytes}"
+        clauses.append(clause)
+    return ", while ".join(clauses)
+
+
+def describe_wait(wait: Transfer, peer: str) -> str:
+    """``waits for ...``, for messages."""
+    what = f"{wait.what} (exchange {wait.number} of it)"
+    if wait.sending:
+        return f"waits for {peer} to take {what}"
+    return f"waits for {what} from {peer}"
+
+
+class Suspicion:
+    """Believes in a deadlock as [Note: disagreement] says. One thread."""
+
+    def __init__(self) -> None:
+        self._suspect: frozenset[tuple[int, int]] = frozenset()
+        self._beats: dict[int, int] | None = None
+
+    def look(self, states: Mapping[int, State]) -> frozenset[int]:
+        """The ranks that are certainly deadlocked, given the states as they are now."""
+        ranks = deadlocked(states)
+        suspect = frozenset((rank, states[rank].stamp) for rank in ranks)
+        if suspect != self._suspect:
+            self._suspect = suspect
+            self._beats = None
+            return frozenset()
+        if self._beats is None:
+            self._beats = {rank: states[rank].beat for rank in ranks}
+            return frozenset()
+        if all(states[rank].beat >= beat + 2 for rank, beat in self._beats.items()):
+            return ranks
+        return frozenset()

@@ -1,0 +1,108 @@
+"""`Link`: the connections of one rank, what it knows of the others, and why a wait failed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch import Tensor
+
+from tiermem.comm.activity import Activity
+from tiermem.comm.board import Board, Departure
+from tiermem.comm.compat import Transport, Work
+from tiermem.comm.deadlock import describe_wait
+from tiermem.comm.messages import Transfer
+from tiermem.errors import RankError, StateError
+
+# A slow peer is not an error, and a wait that runs out would break the connection.
+_FOR_EVER = timedelta(days=365)
+
+
+@dataclass(slots=True)
+class Link:
+    """Shared by a communicator, its exchanges and its watch."""
+
+    rank: int
+    size: int
+    names: dict[int, str]  # what rank r of the group is called: "rank 5", by the default group
+    activity: Activity
+    board: Board | None  # None: one rank
+    transport: Transport | None  # None: one rank, or closed
+
+    def start(self, transfer: Transfer, tensor: Tensor) -> Work:
+        """Starts ``transfer`` from or to ``tensor``."""
+        transport = self.transport
+        if transport is None:
+            raise StateError(f"{transfer.what} after close(): open a new communicator")
+        with self.explaining(transfer):
+            if transfer.sending:
+                return transport.send([tensor], transfer.peer, transfer.tag)
+            return transport.recv([tensor], transfer.peer, transfer.tag)
+
+    def wait(self, transfer: Transfer, work: Work) -> None:
+        """Waits until ``transfer`` is complete, or raises `RankError` with the cause."""
+        self.activity.block(transfer)
+        try:
+            with self.explaining(transfer):
+                work.wait(_FOR_EVER)
+        finally:
+            self.activity.unblock()
+        if self.activity.failure is not None:  # what came may be a filling, see watch.py
+            raise self.failed(transfer)
+        self.activity.finish(transfer)
+
+    @contextmanager
+    def explaining(self, transfer: Transfer) -> Iterator[None]:
+        """Turns errors of the connection into `RankError` with the cause."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.explain(transfer, error) from error
+
+    def failed(self, transfer: Transfer | None = None) -> RankError:
+        """The known failure as an error."""
+        waited = ""
+        if transfer is not None:
+            peer = self.names[transfer.peer]
+            waited = f" ({self.names[self.rank]} {describe_wait(transfer, peer)})"
+        return RankError(f"{self.activity.failure}{waited}")
+
+    def explain(self, transfer: Transfer, error: Exception) -> RankError:
+        """Why the connection to the peer of ``transfer`` is broken."""
+        assert self.board is not None
+        peer = self.names[transfer.peer]
+        failure = self.board.failure()
+        if failure is not None:
+            self.note_failure(*failure)
+        elif self.activity.failure is None:
+            departure = self.board.departure(transfer.peer)
+            self.activity.fail(_describe_departure(peer, departure, error))
+        return self.failed(transfer)
+
+    def note_failure(self, rank: int, said: str) -> None:
+        """Takes note of what ``rank`` said about why the run is over."""
+        assert self.board is not None
+        text = said if said.startswith("rank") else f"{self.names[rank]} failed: {said}"
+        if self.activity.fail(text):
+            self.board.see_failure()
+
+
+def _describe_departure(peer: str, departure: Departure | None, error: Exception) -> str:
+    if departure is None:
+        return (
+            f"{peer} died without a word (killed, perhaps for memory, or its machine is gone): see "
+            f"its own output and the kernel's log; the connection said: {error}"
+        )
+    last = f", last: {departure.last}" if departure.last else ""
+    after = f"after {departure.exchanges} exchanges{last}"
+    said = f": {departure.said}" if departure.said else ""
+    if departure.how == "closed":
+        return (
+            f"{peer} closed its runtime {after}, while others go on: all ranks must run the same "
+            f"number of steps"
+        )
+    if departure.how == "ended":
+        return f"{peer} ended its process without closing its runtime, {after}{said}"
+    return f"{peer} failed {after}{said}"
