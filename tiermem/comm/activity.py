@@ -33,6 +33,7 @@ class Activity:
         self._flows = {kind: Flow() for kind in Kind}
         self._total = Flow()
         self._last = ""
+        self.left = False  # set once
         self.failure: str | None = None  # why this run is over, once it is; set once
 
     def post(
@@ -59,19 +60,20 @@ class Activity:
             self._stamp += 1
             self._blocked[threading.get_ident()] = Blocked(transfer, time.monotonic_ns())
 
-    def unblock(self) -> None:
-        """The calling thread waits no more."""
+    def unblock(self, finished: Transfer | None) -> None:
+        """The calling thread waits no more; ``finished`` is what is complete now."""
         with self._lock:
             self._stamp += 1
-            del self._blocked[threading.get_ident()]
+            self._blocked.pop(threading.get_ident(), None)
+            if finished in self._open:
+                self._open.discard(finished)
+                for flow in (self._flows[finished.what.kind], self._total):
+                    flow.finish(finished.nbytes)
 
-    def finish(self, transfer: Transfer) -> None:
-        """``transfer`` is complete."""
+    def leave(self) -> None:
+        """This rank posts nothing any more."""
         with self._lock:
-            self._stamp += 1
-            self._open.discard(transfer)
-            for flow in (self._flows[transfer.what.kind], self._total):
-                flow.finish(transfer.nbytes)
+            self.left = True
 
     def fail(self, failure: str) -> bool:
         """Notes why the run is over; False if that was known already."""
@@ -87,15 +89,17 @@ class Activity:
             return sorted(self._blocked.values(), key=lambda each: each.since_ns)
 
     def state(self, beat: int) -> State | None:
-        """What others need to know if all threads of this rank that exchange are blocked."""
+        """What others need to know if all threads of this rank that exchange are blocked, or if it
+        has closed."""
         alive = {thread.ident for thread in threading.enumerate()}
         with self._lock:
-            if not self._blocked or (self._actors & alive) - self._blocked.keys():
+            busy = not self._blocked or (self._actors & alive) - self._blocked.keys()
+            if busy and not self.left:
                 return None
             return State(
                 stamp=self._stamp,
                 beat=beat,
-                waits=tuple(each.transfer for each in self._blocked.values()),
+                waits=() if self.left else tuple(b.transfer for b in self._blocked.values()),
                 posted=dict(self._numbers),
                 open=frozenset(self._open),
             )

@@ -29,6 +29,7 @@ class Board:
     def __init__(self, store: Store, rank: int) -> None:
         self._store = store
         self._rank = rank
+        self._said_seen = False  # written by the watch, after its end by who closes
 
     def leave(self, departure: Departure) -> None:
         """Says that this rank has left, before its connections close."""
@@ -56,12 +57,15 @@ class Board:
         words = self._read("failure/1")
         return None if words is None else (words[0], words[1])
 
-    def see_failure(self) -> None:
-        """Says that this rank knows of the failure."""
-        self._count("seen")
+    def need_nobody(self) -> None:
+        """Says that this rank knows of the failure and waits for nobody, or has left: once."""
+        if not self._said_seen:
+            self._said_seen = True
+            self._count("seen")
 
     def num_seen(self) -> int | None:
-        """How many ranks know of the failure; None if the store is gone."""
+        """How many ranks know of the failure and wait for nobody, or have left; None if the store is
+        gone."""
         return self._count("seen", 0)
 
     def publish_state(self, state: State | None) -> None:

@@ -28,8 +28,7 @@ from tiermem.errors import RankError, StateError
 logger = logging.getLogger(__name__)
 
 _OPEN_S = 300  # for all ranks to come
-_CLOSE_S = 5.0  # for all ranks to close
-_FAIL_S = 3.0  # for all ranks to learn of a failure
+_CLOSE_S = 6.0  # for all ranks to close, or to learn of a failure
 _POLL_S = 0.02
 
 
@@ -101,10 +100,12 @@ class Communicator:
             if self._said is not None or self._closed:
                 return
             self._said = str(error) if isinstance(error, RankError) else _describe(error)
-        self._link.activity.fail(f"{self._link.names[self.rank]} failed: {self._said}")
+        self._tell(self._said)
+
+    def _tell(self, said: str) -> None:
         if self._link.board is not None:
-            self._link.board.fail(self._said)
-            self._link.board.see_failure()
+            self._link.board.fail(said)
+        self._link.note_failure(self.rank, said)
 
     def check(self) -> None:
         """Raises `RankError` if the run is known to be over. Costs nothing."""
@@ -118,9 +119,9 @@ class Communicator:
     def close(self, *, failed: bool = False) -> None:
         """Leaves the group. Idempotent; never raises because of other ranks.
 
-        Waits for the own exchanges and then up to some seconds for the other ranks to close as well,
-        so that nothing that they still receive is lost. With ``failed`` it does not wait for exchanges,
-        but up to some seconds for the others to have read what `fail` said.
+        Waits for the own exchanges and then up to some seconds for the other ranks to close as well.
+        With ``failed`` it does not wait for exchanges, but up to some seconds for the others to have
+        read what `fail` said.
         """
         with self._lock:
             if self._closed:
@@ -130,16 +131,16 @@ class Communicator:
         self._farewell.detach()
         if self._link.board is None:
             return
-        if not failed:
-            failed = not self._drain(unfinished)
+        failed = failed or not self._drain(unfinished)
+        if failed and self._said is None:
+            self._tell(self._link.activity.failure or "stopped, without saying why")
         self._leave(self._link.board, failed)
         if self._watch is not None:
             self._watch.stop()
+        self._link.board.need_nobody()
         self._link.transport = None
         for exchange in unfinished:
             exchange.abandon()
-        if failed:
-            self._wait_until(self._link.board.num_seen, _FAIL_S)
 
     def _others(self, what: Message, tensors: Sequence[Tensor | None]) -> list[tuple[int, Tensor]]:
         if len(tensors) != self.size:
@@ -166,23 +167,20 @@ class Communicator:
         return True
 
     def _leave(self, board: Board, failed: bool) -> None:
-        exchanges, last = self._link.activity.summary()
-        how = "failed" if failed else "closed"
-        said = self._said or self._link.activity.failure or ""
-        board.leave(Departure(how, said, exchanges, last))
-        if not failed:
-            self._wait_until(board.num_left, _CLOSE_S)
-            return
-        end = time.monotonic() + _FAIL_S  # for the own threads that others wake
-        while self._link.activity.blocked() and time.monotonic() < end:
-            time.sleep(_POLL_S)
-
-    def _wait_until(self, count: object, seconds: float) -> None:
-        assert callable(count)
-        end = time.monotonic() + seconds
+        """Says so, and stays until the others need this rank no more."""
+        activity = self._link.activity
+        activity.leave()
+        exchanges, last = activity.summary()
+        said = self._said or activity.failure or ""
+        board.leave(Departure("failed" if failed else "closed", said, exchanges, last))
+        board.publish_state(activity.state(0))
+        end = time.monotonic() + _CLOSE_S
         while time.monotonic() < end:
-            reached = count()
-            if reached is None or reached >= self.size:
+            if failed or activity.failure is not None:
+                count, enough = board.num_seen(), self.size - len(self._link.dead)
+            else:
+                count, enough = board.num_left(), self.size
+            if count is None or count >= enough:
                 return
             time.sleep(_POLL_S)
 

@@ -25,6 +25,7 @@ class Work(Protocol):
     """One transfer under way."""
 
     def wait(self, timeout: timedelta) -> bool: ...
+    def is_completed(self) -> bool: ...  # of gloo: whether a wait has returned
 
 
 class Transport(Protocol):

@@ -12,7 +12,8 @@ gloo would let them. They are found out without ever accusing a rank that is onl
   is ahead or behind is of no interest: only whether somebody can go on.
 - The *deadlocked* ranks are what is left of the stuck ones after taking away, again and again, each
   rank of which some thread can go on. Every thread of theirs waits for a deadlocked rank that has
-  not posted the other end and cannot. One rank alone is never left: nobody waits for himself.
+  not posted the other end and cannot.
+- A rank that has closed posts nothing any more: it is like a stuck one that waits for nobody.
 - Transfers with both ends posted and different sizes count as not posted: they never meet, since the
   size is part of the tag.
 
@@ -21,12 +22,12 @@ with every post, wait and completion of that rank, and a `beat`, which grows wit
 finds the stamp unchanged. A set of deadlocked ranks with their stamps is believed when a second look
 finds the same, and a later one the same again with every beat grown by two since the second: the last
 of these was taken after the first look had ended, so at that moment all of them were in these states
-at once.
+at once. A rank that has closed does not change, and needs no beat.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tiermem.comm.messages import Kind, Transfer
@@ -34,11 +35,11 @@ from tiermem.comm.messages import Kind, Transfer
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A stuck rank; see [Note: disagreement]."""
+    """A stuck rank, or one that has closed; see [Note: disagreement]."""
 
     stamp: int
     beat: int
-    waits: tuple[Transfer, ...]  # one for each thread
+    waits: tuple[Transfer, ...]  # one for each thread; none: it has closed
     posted: Mapping[tuple[Kind, int], int]  # number of exchanges, of each message
     open: frozenset[Transfer]  # posted and not known to be complete
 
@@ -67,7 +68,7 @@ def _can_go_on(wait: Transfer, rank: int, states: Mapping[int, State]) -> bool:
 
 
 def deadlocked(states: Mapping[int, State]) -> frozenset[int]:
-    """The ranks of ``states``, the stuck ones, that wait for ever."""
+    """The ranks of ``states`` that wait for ever, and those that have closed."""
     left = dict(states)
     while True:
         free = [
@@ -81,13 +82,23 @@ def deadlocked(states: Mapping[int, State]) -> frozenset[int]:
             del left[rank]
 
 
-def describe(states: Mapping[int, State], ranks: frozenset[int], names: Mapping[int, str]) -> str:
-    """Who waits for what from whom, along one circle of ``ranks``; rank r is called ``names[r]``."""
-    path = [min(ranks)]
-    while (peer := states[path[-1]].waits[0].peer) not in path:
+def follow(states: Mapping[int, State], rank: int) -> list[int]:
+    """From deadlocked ``rank`` to the one that it waits for, and so on: a circle of ranks, or the two
+    at the end of the way if that is a rank that has closed."""
+    path = [rank]
+    while True:
+        peer = states[path[-1]].waits[0].peer
+        if not states[peer].waits:
+            return [path[-1], peer]
+        if peer in path:
+            return path[path.index(peer) :]
         path.append(peer)
+
+
+def describe(states: Mapping[int, State], ranks: Sequence[int], names: Mapping[int, str]) -> str:
+    """What each of ``ranks`` waits for and from whom; rank r is called ``names[r]``."""
     clauses = []
-    for rank in path[path.index(peer) :]:
+    for rank in ranks:
         wait = states[rank].waits[0]
         clause = f"{names[rank]} {describe_wait(wait, names[wait.peer])}"
         other = _other_end(states[wait.peer], rank, wait)
@@ -124,6 +135,7 @@ class Suspicion:
         if self._beats is None:
             self._beats = {rank: states[rank].beat for rank in ranks}
             return frozenset()
-        if all(states[rank].beat >= beat + 2 for rank, beat in self._beats.items()):
-            return ranks
-        return frozenset()
+        for rank, beat in self._beats.items():
+            if states[rank].waits and states[rank].beat < beat + 2:
+                return frozenset()
+        return ranks

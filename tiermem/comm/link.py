@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 from torch import Tensor
@@ -30,6 +30,7 @@ class Link:
     activity: Activity
     board: Board | None  # None: one rank
     transport: Transport | None  # None: one rank, or closed
+    dead: set[int] = field(default_factory=set)  # ranks that are gone and have not said why; grows
 
     def start(self, transfer: Transfer, tensor: Tensor) -> Work:
         """Starts ``transfer`` from or to ``tensor``."""
@@ -43,15 +44,17 @@ class Link:
 
     def wait(self, transfer: Transfer, work: Work) -> None:
         """Waits until ``transfer`` is complete, or raises `RankError` with the cause."""
-        self.activity.block(transfer)
+        finished = None
         try:
+            self.activity.block(transfer)
             with self.explaining(transfer):
-                work.wait(_FOR_EVER)
+                if not work.is_completed():  # it is if Ctrl-C came between an earlier wait and its note
+                    work.wait(_FOR_EVER)
+            finished = transfer
         finally:
-            self.activity.unblock()
-        if self.activity.failure is not None:  # what came may be a filling, see watch.py
+            self.activity.unblock(finished)
+        if self.activity.failure is not None:  # what came may be a filling: [Note: waking]
             raise self.failed(transfer)
-        self.activity.finish(transfer)
 
     @contextmanager
     def explaining(self, transfer: Transfer) -> Iterator[None]:
@@ -72,24 +75,24 @@ class Link:
     def explain(self, transfer: Transfer, error: Exception) -> RankError:
         """Why the connection to the peer of ``transfer`` is broken."""
         assert self.board is not None
-        peer = self.names[transfer.peer]
         failure = self.board.failure()
+        departure = self.board.departure(transfer.peer)
+        if departure is None:
+            self.dead.add(transfer.peer)
         if failure is not None:
             self.note_failure(*failure)
         elif self.activity.failure is None:
-            departure = self.board.departure(transfer.peer)
-            self.activity.fail(_describe_departure(peer, departure, error))
+            self.activity.fail(describe_departure(self.names[transfer.peer], departure, error))
         return self.failed(transfer)
 
     def note_failure(self, rank: int, said: str) -> None:
         """Takes note of what ``rank`` said about why the run is over."""
-        assert self.board is not None
         text = said if said.startswith("rank") else f"{self.names[rank]} failed: {said}"
-        if self.activity.fail(text):
-            self.board.see_failure()
+        self.activity.fail(text)
 
 
-def _describe_departure(peer: str, departure: Departure | None, error: Exception) -> str:
+def describe_departure(peer: str, departure: Departure | None, error: Exception | None) -> str:
+    """How ``peer`` left; ``departure`` is what it said, and ``error`` the connection's."""
     if departure is None:
         return (
             f"{peer} died without a word (killed, perhaps for memory, or its machine is gone): see "

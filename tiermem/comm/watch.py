@@ -7,18 +7,19 @@ import dataclasses
 import logging
 import threading
 import time
+from collections.abc import Mapping
 
 import torch
 
 from tiermem.comm.compat import Work
-from tiermem.comm.deadlock import State, Suspicion, describe, describe_wait
-from tiermem.comm.link import Link
+from tiermem.comm.deadlock import State, Suspicion, describe, describe_wait, follow
+from tiermem.comm.link import Link, describe_departure
 from tiermem.comm.messages import Transfer
 from tiermem.errors import StateError
 
 logger = logging.getLogger(__name__)
 
-_PERIOD_S = 1.0
+_PERIOD_S = 0.5
 _BUSY_PERIOD_S = 0.25  # while a thread waits for long, or the run is over
 _LONG_WAIT_NS = 2_000_000_000
 _WARN_NS = 60_000_000_000
@@ -28,7 +29,9 @@ class Watch:
     """[Note: waking] Nothing but its message, or the end of its peer, ends a blocked transfer. So when
     the run is over, the peers' watches end it: they send zeros of its size with its tag, or take what
     it sends. A rank asks for that only after it has noted the failure itself, which every wait looks
-    at when it returns, so no filling is ever taken for data."""
+    at when it returns, so no filling is ever taken for data. To close one's connections would wake
+    the peers too, but not if a child process (a DataLoader's, for instance) has inherited them;
+    therefore a rank that closes goes on waking for a while."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -69,8 +72,8 @@ class Watch:
         blocked = [each for each in link.activity.blocked() if now - each.since_ns > _LONG_WAIT_NS]
         if blocked and now - blocked[0].since_ns > _WARN_NS:
             self._warn(blocked[0].transfer, (now - blocked[0].since_ns) // 1_000_000_000)
-        self._publish(link.activity.state(self._beat()) if blocked else None)
-        if self._published is not None:
+        self._publish(link.activity.state(self._beat()) if blocked or link.activity.left else None)
+        if self._published is not None and self._published.waits:
             self._suspect(self._published)
         return bool(blocked)
 
@@ -96,11 +99,20 @@ class Watch:
                 missing.extend(each.peer for each in state.waits)
         ranks = self._suspicion.look(states)
         if self._link.rank in ranks:
-            board.fail(
-                f"ranks disagree about what comes next: {describe(states, ranks, self._link.names)}; "
-                "all ranks must run the same modules in the same order, as often, and with the same "
-                "shapes: look for branches, batches or loops that differ by rank"
-            )
+            board.fail(self._accuse(states, follow(states, self._link.rank)))
+
+    def _accuse(self, states: Mapping[int, State], ranks: list[int]) -> str:
+        names = self._link.names
+        last = ranks[-1]
+        if not states[last].waits:
+            assert self._link.board is not None
+            departure = describe_departure(names[last], self._link.board.departure(last), None)
+            return f"{departure} ({describe(states, ranks[:-1], names)})"
+        return (
+            f"ranks disagree about what comes next: {describe(states, ranks, names)}; all ranks must "
+            "run the same modules in the same order, as often, and with the same shapes: look for "
+            "branches, batches or loops that differ by rank"
+        )
 
     def _warn(self, transfer: Transfer, seconds: int) -> None:
         if transfer == self._warned:
@@ -114,6 +126,8 @@ class Watch:
         board = self._link.board
         assert board is not None
         asked = [each.transfer for each in self._link.activity.blocked()]
+        if not asked:
+            board.need_nobody()
         if asked != self._asked:
             board.ask_release(asked)
             self._asked = asked
