@@ -85,14 +85,15 @@ def test_sends_that_nobody_takes() -> None:
         assert "waits for rank 0 to take gradients of 'g.1'" in value
 
 
-def _circle(rank: int, size: int) -> str:
-    """Each waits for the next one, which sends only later; all threads of each."""
+def _circle(rank: int, size: int, same: bool) -> str:
+    """Each waits for the next one, which sends only later; all threads of each. With ``same`` all are
+    in the same exchange, to which nobody contributes."""
     comm = open_communicator(None)
     texts = []
 
     def wait(index: int) -> None:
         with pytest.raises(RankError) as caught:
-            _from(comm, (rank + 1) % size, index).wait()
+            _from(comm, (rank + 1) % size, index if same else 10 * rank + index).wait()
         texts.append(str(caught.value))
 
     threads = [threading.Thread(target=wait, args=(index,)) for index in range(2)]
@@ -105,18 +106,18 @@ def _circle(rank: int, size: int) -> str:
     return texts[0]
 
 
-def test_circle_of_three() -> None:
-    for value in run_ranks(_circle, 3, timeout_s=45):
+@pytest.mark.parametrize("same", [False, True])
+def test_circle_of_three(same: bool) -> None:
+    for value in run_ranks(_circle, 3, same, timeout_s=45):
         assert value.count("waits for gradients") >= 3
 
 
 def _slow(rank: int, size: int) -> None:
     """All that is legal, and slow enough for the watches to look at it many times."""
     comm = open_communicator(None)
-    exchange = _with_all(comm, "layers.1")
     if rank == 0:  # computes, while the others wait
         time.sleep(7)
-    exchange.wait()
+    _with_all(comm, "layers.1").wait()
     # Rank 1 waits for rank 0, which waits for what rank 1 has already posted, and for rank 2.
     if rank == 0:
         _from(comm, 2, 5).wait()
@@ -138,19 +139,17 @@ def _slow(rank: int, size: int) -> None:
 
 
 def _two_threads(comm: Communicator, peer: int) -> None:
-    _to(comm, peer, 20), _from(comm, peer, 20).wait()
-
     def later() -> None:
         sends = [torch.ones(5) if r == peer else None for r in range(comm.size)]
         receives = [torch.ones(5) if r == peer else None for r in range(comm.size)]
         comm.exchange(Message(Kind.VALUES, 9, "v.9"), sends, receives).wait()
         time.sleep(7)
-        _to(comm, peer, 21).wait()
+        _to(comm, peer, 20 + comm.rank).wait()
 
     thread = threading.Thread(target=later)
     thread.start()
     time.sleep(1)
-    _from(comm, peer, 21).wait()
+    _from(comm, peer, 20 + peer).wait()
     thread.join()
 
 
@@ -165,9 +164,8 @@ def _warned(rank: int, size: int) -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("tiermem.comm.watch").addHandler(handler)
-    exchange = _with_all(comm, "layers.1")
     time.sleep(6 if rank else 0)
-    exchange.wait()
+    _with_all(comm, "layers.1").wait()
     comm.close()
     return seen
 

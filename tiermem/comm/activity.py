@@ -20,13 +20,21 @@ class Blocked:
     since_ns: int
 
 
+@dataclass(slots=True)
+class _Open:
+    """An exchange of which not everything is known to be complete."""
+
+    transfers: tuple[Transfer, ...]  # complete ones too
+    finished: int = 0
+
+
 class Activity:
     """Any thread; the lock guards all of it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._numbers: dict[tuple[Kind, int], int] = {}  # exchanges posted, of each message
-        self._open: set[Transfer] = set()
+        self._open: dict[tuple[Kind, int, int], _Open] = {}
         self._blocked: dict[int, Blocked] = {}  # by thread
         self._actors: set[int] = set()  # threads that have posted
         self._stamp = 0  # grows with everything that happens
@@ -49,7 +57,8 @@ class Activity:
             self._last = what.name
             going = [Transfer(what, number, peer, True, nbytes) for peer, nbytes in sends]
             coming = [Transfer(what, number, peer, False, nbytes) for peer, nbytes in receives]
-            self._open.update(going, coming)
+            if going or coming:
+                self._open[what.kind, what.index, number] = _Open((*going, *coming))
             for flow in (self._flows[what.kind], self._total):
                 flow.post(sum(t.nbytes for t in going), sum(t.nbytes for t in coming))
         return going, coming
@@ -65,10 +74,16 @@ class Activity:
         with self._lock:
             self._stamp += 1
             self._blocked.pop(threading.get_ident(), None)
-            if finished in self._open:
-                self._open.discard(finished)
-                for flow in (self._flows[finished.what.kind], self._total):
-                    flow.finish(finished.nbytes)
+            if finished is not None:
+                self._finish(finished)
+
+    def _finish(self, transfer: Transfer) -> None:
+        key = (transfer.what.kind, transfer.what.index, transfer.number)
+        self._open[key].finished += 1
+        if self._open[key].finished == len(self._open[key].transfers):
+            del self._open[key]
+        for flow in (self._flows[transfer.what.kind], self._total):
+            flow.finish(transfer.nbytes)
 
     def leave(self) -> None:
         """This rank posts nothing any more."""
@@ -101,7 +116,7 @@ class Activity:
                 beat=beat,
                 waits=() if self.left else tuple(b.transfer for b in self._blocked.values()),
                 posted=dict(self._numbers),
-                open=frozenset(self._open),
+                open=tuple(transfer for each in self._open.values() for transfer in each.transfers),
             )
 
     def summary(self) -> tuple[int, str]:

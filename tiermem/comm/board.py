@@ -137,5 +137,5 @@ def _state_from_words(words: Mapping[str, Any]) -> State:
         beat=words["beat"],
         waits=tuple(_transfer_from_words(each) for each in words["waits"]),
         posted={(Kind[kind], index): count for kind, index, count in words["posted"]},
-        open=frozenset(_transfer_from_words(each) for each in words["open"]),
+        open=tuple(_transfer_from_words(each) for each in words["open"]),
     )

@@ -14,8 +14,9 @@ gloo would let them. They are found out without ever accusing a rank that is onl
   rank of which some thread can go on. Every thread of theirs waits for a deadlocked rank that has
   not posted the other end and cannot.
 - A rank that has closed posts nothing any more: it is like a stuck one that waits for nobody.
-- Transfers with both ends posted and different sizes count as not posted: they never meet, since the
-  size is part of the tag.
+- Where the peer has posted the exchange, but nothing in it for this rank or in another size, the other
+  end does not count as posted: the two never meet, since the size is part of the tag. (What an
+  exchange consisted of is forgotten when all of it is complete; then it counts as posted.)
 
 What ranks say is read at different times. Each state therefore carries a `stamp`, which grows
 with every post, wait and completion of that rank, and a `beat`, which grows with every look that
@@ -41,20 +42,18 @@ class State:
     beat: int
     waits: tuple[Transfer, ...]  # one for each thread; none: it has closed
     posted: Mapping[tuple[Kind, int], int]  # number of exchanges, of each message
-    open: frozenset[Transfer]  # posted and not known to be complete
+    open: tuple[Transfer, ...]  # of all exchanges that are not known to be complete
 
 
-def _other_end(state: State, rank: int, wait: Transfer) -> Transfer | None:
-    """The open transfer of ``state`` that belongs to ``wait`` of ``rank``, whatever its size."""
-    for each in state.open:
-        same = (each.what.kind, each.what.index, each.number) == (
-            wait.what.kind,
-            wait.what.index,
-            wait.number,
-        )
-        if same and each.peer == rank and each.sending != wait.sending:
-            return each
-    return None
+def _same_exchange(state: State, wait: Transfer) -> list[Transfer]:
+    """What ``state`` has in the exchange of ``wait``; nothing if it is complete or not posted."""
+    key = (wait.what.kind, wait.what.index, wait.number)
+    return [each for each in state.open if (each.what.kind, each.what.index, each.number) == key]
+
+
+def _other_ends(transfers: list[Transfer], rank: int, wait: Transfer) -> list[Transfer]:
+    """The transfer that belongs to ``wait`` of ``rank``, whatever its size; or nothing."""
+    return [each for each in transfers if each.peer == rank and each.sending != wait.sending]
 
 
 def _can_go_on(wait: Transfer, rank: int, states: Mapping[int, State]) -> bool:
@@ -63,8 +62,9 @@ def _can_go_on(wait: Transfer, rank: int, states: Mapping[int, State]) -> bool:
         return True
     if wait.number >= peer.posted.get((wait.what.kind, wait.what.index), 0):
         return False
-    other = _other_end(peer, rank, wait)
-    return other is None or other.nbytes == wait.nbytes
+    transfers = _same_exchange(peer, wait)
+    others = _other_ends(transfers, rank, wait)
+    return not transfers or any(other.nbytes == wait.nbytes for other in others)
 
 
 def deadlocked(states: Mapping[int, State]) -> frozenset[int]:
@@ -101,8 +101,8 @@ def describe(states: Mapping[int, State], ranks: Sequence[int], names: Mapping[i
     for rank in ranks:
         wait = states[rank].waits[0]
         clause = f"{names[rank]} {describe_wait(wait, names[wait.peer])}"
-        other = _other_end(states[wait.peer], rank, wait)
-        if other is not None and other.nbytes != wait.nbytes:
+        others = _other_ends(_same_exchange(states[wait.peer], wait), rank, wait)
+        for other in others:
             verb = "sends" if other.sending else "expects"
             clause += f", which {verb} {other.nbytes} bytes and not {wait.nbytes}"
         clauses.append(clause)
