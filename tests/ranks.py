@@ -162,7 +162,7 @@ def _end(process: Any, ours: Any) -> None:
 
 def _work(job: _Job, theirs: Any) -> None:
     with open(job.dump, "w") as dump:
-        faulthandler.dump_traceback_later(max(job.timeout_s - 1, 0.5), file=dump)
+        faulthandler.dump_traceback_later(max(job.timeout_s - 3, 0.5), file=dump)
         try:
             with _default_group(job):
                 answer = (job.function(job.rank, job.size, *job.arguments), "")

@@ -113,10 +113,12 @@ def test_circle_of_three(same: bool) -> None:
 
 
 def _slow(rank: int, size: int) -> None:
-    """All that is legal, and slow enough for the watches to look at it many times."""
+    """All that is legal, and slow enough for the watches to look at it forty times."""
+    watch_module._LONG_WAIT_NS = 200_000_000
+    watch_module._PERIOD_S = watch_module._BUSY_PERIOD_S = 0.05
     comm = open_communicator(None)
     if rank == 0:  # computes, while the others wait
-        time.sleep(7)
+        time.sleep(2)
     _with_all(comm, "layers.1").wait()
     # Rank 1 waits for rank 0, which waits for what rank 1 has already posted, and for rank 2.
     if rank == 0:
@@ -125,7 +127,7 @@ def _slow(rank: int, size: int) -> None:
     elif rank == 1:
         _from(comm, 0, 6).wait()
     else:
-        time.sleep(7)
+        time.sleep(2)
         _to(comm, 0, 5).wait()
     # Both main threads wait for what another thread of the other rank posts after a while.
     if rank < 2:
@@ -133,7 +135,7 @@ def _slow(rank: int, size: int) -> None:
     # Rank 0 runs ahead by whole exchanges.
     ahead = [_with_all(comm, f"layers.{index}") for index in range(10, 16)]
     for exchange in ahead:
-        time.sleep(0.8 * rank)
+        time.sleep(0.3 * rank)
         exchange.wait()
     comm.close()
 
@@ -143,12 +145,12 @@ def _two_threads(comm: Communicator, peer: int) -> None:
         sends = [torch.ones(5) if r == peer else None for r in range(comm.size)]
         receives = [torch.ones(5) if r == peer else None for r in range(comm.size)]
         comm.exchange(Message(Kind.VALUES, 9, "v.9"), sends, receives).wait()
-        time.sleep(7)
+        time.sleep(2)
         _to(comm, peer, 20 + comm.rank).wait()
 
     thread = threading.Thread(target=later)
     thread.start()
-    time.sleep(1)
+    time.sleep(0.3)
     _from(comm, peer, 20 + peer).wait()
     thread.join()
 
@@ -158,13 +160,14 @@ def test_slow_ranks_are_never_accused() -> None:
 
 
 def _warned(rank: int, size: int) -> list[str]:
-    watch_module._WARN_NS = 3_000_000_000
+    watch_module._LONG_WAIT_NS = watch_module._WARN_NS = 500_000_000
+    watch_module._PERIOD_S = watch_module._BUSY_PERIOD_S = 0.1
     comm = open_communicator(None)
     seen: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("tiermem.comm.watch").addHandler(handler)
-    time.sleep(6 if rank else 0)
+    time.sleep(2 if rank else 0)
     _with_all(comm, "layers.1").wait()
     comm.close()
     return seen

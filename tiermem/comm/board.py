@@ -47,15 +47,15 @@ class Board:
         return self._count("left", 0)
 
     def fail(self, text: str) -> None:
-        """Says why the run is over. The first to say so is the one who is believed."""
+        """Says who ended the run and why. The first to say so is the one who is believed."""
         place = self._count("failures")
         if place is not None:
-            self._write(f"failure/{place}", [self._rank, text])
+            self._write(f"failure/{place}", text)
 
-    def failure(self) -> tuple[int, str] | None:
-        """The rank that said first why the run is over, and what it said."""
-        words = self._read("failure/1")
-        return None if words is None else (words[0], words[1])
+    def failure(self) -> str | None:
+        """What was said first about why the run is over."""
+        text = self._read("failure/1")
+        return None if text is None else str(text)
 
     def need_nobody(self) -> None:
         """Says that this rank knows of the failure and waits for nobody, or has left: once."""

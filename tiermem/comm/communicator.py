@@ -100,12 +100,15 @@ class Communicator:
             if self._said is not None or self._closed:
                 return
             self._said = str(error) if isinstance(error, RankError) else _describe(error)
-        self._tell(self._said)
+        if isinstance(error, RankError):
+            self._tell(self._said)
+        else:
+            self._tell(f"{self._link.names[self.rank]} failed: {self._said}; see its own output")
 
-    def _tell(self, said: str) -> None:
+    def _tell(self, failure: str) -> None:
         if self._link.board is not None:
-            self._link.board.fail(said)
-        self._link.note_failure(self.rank, said)
+            self._link.board.fail(failure)
+        self._link.activity.fail(failure)
 
     def check(self) -> None:
         """Raises `RankError` if the run is known to be over. Costs nothing."""
@@ -133,7 +136,10 @@ class Communicator:
             return
         failed = failed or not self._drain(unfinished)
         if failed and self._said is None:
-            self._tell(self._link.activity.failure or "stopped, without saying why")
+            name = self._link.names[self.rank]
+            self._tell(
+                self._link.activity.failure or f"{name} stopped without saying why; see its output"
+            )
         self._leave(self._link.board, failed)
         if self._watch is not None:
             self._watch.stop()
@@ -222,7 +228,7 @@ def open_communicator(group: dist.ProcessGroup | None) -> Communicator:
     names = {place: f"rank {each}" for place, each in enumerate(ranks)}
     store = compat.group_store(group)
     count = store.add(f"tiermem/opened/{rank}", 1)  # the same on all ranks: opening is collective
-    store = compat.store_below(store, f"tiermem/{count}/")
+    store = compat.store_below(store, f"tiermem/{count}")
     try:
         transport = compat.open_gloo(store, rank, size, timedelta(seconds=_OPEN_S))
     except RuntimeError as error:

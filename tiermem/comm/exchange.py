@@ -16,14 +16,14 @@ class Exchange:
     """Transfers between this rank and the others. Waited for by one thread at a time. It holds its
     tensors until all of it has been waited for: the network may write to them until then."""
 
-    __slots__ = ("_coming", "_error", "_going", "_link", "_posted", "_tensors")
+    __slots__ = ("_abandoned", "_coming", "_going", "_link", "_posted", "_tensors")
 
     def __init__(self, link: Link) -> None:
         self._link = link
         self._coming: list[tuple[Transfer, Work]] = []
         self._going: list[tuple[Transfer, Work]] = []
         self._tensors: list[Tensor] = []
-        self._error: Exception | None = None
+        self._abandoned = False
         self._posted = False
 
     def post(
@@ -59,18 +59,14 @@ class Exchange:
 
     def abandon(self) -> None:
         """Lets go of the connections; what is not complete now never will be."""
-        if not self.done and self._error is None:
-            self._error = StateError("the communicator was closed before this exchange was waited for")
+        self._abandoned = not self.done
         self._coming, self._going = [], []
 
     def _wait(self, transfers: list[tuple[Transfer, Work]]) -> None:
-        if self._error is not None:
-            raise self._error
+        if self._abandoned:
+            raise StateError(
+                "the communicator was closed before this exchange was complete: wait first"
+            )
         while transfers:
-            transfer, work = transfers[0]
-            try:
-                self._link.wait(transfer, work)
-            except Exception as error:
-                self._error = error
-                raise
+            self._link.wait(*transfers[0])
             transfers.pop(0)

@@ -44,6 +44,8 @@ class Link:
 
     def wait(self, transfer: Transfer, work: Work) -> None:
         """Waits until ``transfer`` is complete, or raises `RankError` with the cause."""
+        if self.activity.failure is not None:
+            raise self.failed(transfer)
         finished = None
         try:
             self.activity.block(transfer)
@@ -79,16 +81,10 @@ class Link:
         departure = self.board.departure(transfer.peer)
         if departure is None:
             self.dead.add(transfer.peer)
-        if failure is not None:
-            self.note_failure(*failure)
-        elif self.activity.failure is None:
-            self.activity.fail(describe_departure(self.names[transfer.peer], departure, error))
+        if failure is None:
+            failure = describe_departure(self.names[transfer.peer], departure, error)
+        self.activity.fail(failure)
         return self.failed(transfer)
-
-    def note_failure(self, rank: int, said: str) -> None:
-        """Takes note of what ``rank`` said about why the run is over."""
-        text = said if said.startswith("rank") else f"{self.names[rank]} failed: {said}"
-        self.activity.fail(text)
 
 
 def describe_departure(peer: str, departure: Departure | None, error: Exception | None) -> str:
@@ -104,8 +100,11 @@ def describe_departure(peer: str, departure: Departure | None, error: Exception 
     if departure.how == "closed":
         return (
             f"{peer} closed its runtime {after}, while others go on: all ranks must run the same "
-            f"number of steps"
+            "number of steps"
         )
     if departure.how == "ended":
-        return f"{peer} ended its process without closing its runtime, {after}{said}"
-    return f"{peer} failed {after}{said}"
+        return (
+            f"{peer} ended its process without closing its runtime, {after}{said}; use the runtime in "
+            "a with statement, or close() it"
+        )
+    return f"{peer} failed {after}{said}; see its own output"

@@ -64,7 +64,7 @@ class Watch:
         link = self._link
         assert link.board is not None
         if link.activity.failure is None and (failure := link.board.failure()) is not None:
-            link.note_failure(*failure)
+            link.activity.fail(failure)
         if link.activity.failure is not None:
             self._wake()
             return True
