@@ -225,20 +225,37 @@ def test_exchange_after_close() -> None:
     run_ranks(_error_stays, 2, timeout_s=40)
 
 
+def _in_a_block(rank: int, size: int) -> str:
+    with open_communicator(None) as comm:
+        comm.gather_values("start", [])
+    with pytest.raises((ValueError, RankError)) as caught, open_communicator(None) as comm:
+        if rank == 0:
+            raise ValueError("a bad batch")
+        _start(comm).wait()
+    return str(caught.value)
+
+
+def test_block_tells_the_others() -> None:
+    values = run_ranks(_in_a_block, 2, timeout_s=40)
+    assert values[0] == "a bad batch"
+    assert "rank 0 failed: ValueError: a bad batch" in values[1]
+
+
 SCRIPT = """
-    import sys, torch
+    import signal, sys, torch
     from torch import distributed as dist
     from tiermem.comm import Kind, Message, open_communicator
     from tiermem.errors import RankError
     dist.init_process_group("gloo")
     comm = open_communicator(None)
-    comm.gather_values("start", [])
+    comm.gather_values("start", [0.0])
     rank, way = comm.rank, sys.argv[1]
     what = Message(Kind.PARAMS, 0, "layers.0")
     if way == "both":  # with an exchange under way, and no close
         exchange = comm.exchange(what, [torch.ones(9)] * 2, [torch.zeros(9) for _ in range(2)])
         print("ends", flush=True)
     elif rank == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, when the other has raised
         try:
             comm.exchange(what, [torch.ones(9)] * 2, [torch.zeros(9) for _ in range(2)]).wait()
         except RankError as error:

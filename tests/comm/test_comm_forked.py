@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 
 import pytest
 import torch
@@ -34,6 +35,25 @@ def _leave_with_child(rank: int, size: int, failed: bool) -> float:
         comm.fail(ValueError("a bad batch"))
     comm.close(failed=failed)
     return 0.0
+
+
+def _child_exits(rank: int, size: int) -> None:
+    comm = open_communicator(None)
+    comm.gather_values("start", [])
+    child = os.fork()
+    if child == 0:
+        try:
+            weakref.finalize._exitfunc()  # type: ignore[attr-defined]  # as the interpreter's end does
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert comm._link.board.num_left() == 0
+    comm.gather_values("end", [0.0])
+    comm.close()
+
+
+def test_child_that_ends_is_no_rank_that_leaves() -> None:
+    run_ranks(_child_exits, 2, timeout_s=40)
 
 
 @pytest.mark.parametrize("failed", [True, False])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -47,7 +49,7 @@ class Communicator:
         self._open: list[Exchange] = []  # those not known to be done
         self._said: str | None = None  # what fail() was told
         self._closed = False
-        self._farewell = weakref.finalize(self, _farewell, link, watch)
+        self._farewell = weakref.finalize(self, _farewell, link, watch, os.getpid())
 
     def exchange(
         self, what: Message, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]
@@ -85,7 +87,8 @@ class Communicator:
         return exchange
 
     def gather_values(self, name: str, values: Sequence[float]) -> list[tuple[float, ...]]:
-        """Every rank's ``values`` (as many on each), in rank order; exact in fp64. Waits."""
+        """Every rank's ``values`` (as many on each), in rank order; exact in fp64. Waits for
+        all ranks, unless there are no values."""
         own = torch.tensor(values, dtype=torch.float64)
         rows = torch.empty(self.size, len(values), dtype=torch.float64)
         rows[self.rank] = own
@@ -148,6 +151,19 @@ class Communicator:
         for exchange in unfinished:
             exchange.abandon()
 
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.fail(error)
+        self.close(failed=error is not None)
+
     def _others(self, what: Message, tensors: Sequence[Tensor | None]) -> list[tuple[int, Tensor]]:
         if len(tensors) != self.size:
             raise StateError(f"{what}: {len(tensors)} tensors for {self.size} ranks")
@@ -195,8 +211,10 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _farewell(link: Link, watch: Watch | None) -> None:
+def _farewell(link: Link, watch: Watch | None, process: int) -> None:
     """The process ends, or the communicator was dropped, without close()."""
+    if os.getpid() != process:  # a forked child, which is no rank
+        return
     if watch is not None:
         watch.stop()
     if link.board is not None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -37,10 +35,12 @@ class Link:
         transport = self.transport
         if transport is None:
             raise StateError(f"{transfer.what} after close(): open a new communicator")
-        with self.explaining(transfer):
+        try:
             if transfer.sending:
                 return transport.send([tensor], transfer.peer, transfer.tag)
             return transport.recv([tensor], transfer.peer, transfer.tag)
+        except RuntimeError as error:
+            raise self.explain(transfer, error) from error
 
     def wait(self, transfer: Transfer, work: Work) -> None:
         """Waits until ``transfer`` is complete, or raises `RankError` with the cause."""
@@ -49,22 +49,15 @@ class Link:
         finished = None
         try:
             self.activity.block(transfer)
-            with self.explaining(transfer):
-                if not work.is_completed():  # it is if Ctrl-C came between an earlier wait and its note
-                    work.wait(_FOR_EVER)
+            if not work.is_completed():  # it is if Ctrl-C came between an earlier wait and its note
+                work.wait(_FOR_EVER)
             finished = transfer
+        except RuntimeError as error:
+            raise self.explain(transfer, error) from error
         finally:
             self.activity.unblock(finished)
         if self.activity.failure is not None:  # what came may be a filling: [Note: waking]
             raise self.failed(transfer)
-
-    @contextmanager
-    def explaining(self, transfer: Transfer) -> Iterator[None]:
-        """Turns errors of the connection into `RankError` with the cause."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise self.explain(transfer, error) from error
 
     def failed(self, transfer: Transfer | None = None) -> RankError:
         """The known failure as an error."""
