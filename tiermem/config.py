@@ -109,6 +109,15 @@ class TierConfig(_Strict):
     poison_released: bool = Default(
         False, description="debugging: fill released gather buffers with NaN"
     )
+    overlap_comm: bool = Default(
+        True, description="ranks exchange gradients and parameters while they compute"
+    )
+    reduce_bucket_numel: int | None = Default(
+        None, ge=1, description="gradients reduced over ranks at a time; default: a whole group's"
+    )
+    allgather_bucket_numel: int | None = Default(
+        None, ge=1, description="parameters exchanged in one message; default: a whole group's"
+    )
     max_live_numel: int | None = Default(
         None, ge=0, description="parameters gathered from other ranks at a time; default: the budget's"
     )

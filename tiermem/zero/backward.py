@@ -218,6 +218,7 @@ class BackwardTracker:
         self._tasks.clear()
         self._outermost, self._frame = -1, None
         self._live.clear()
+        self._runtime.reducer.forget_stale()
         accumulated, self._accumulated = self._accumulated, {}
         for group in accumulated:
             self._runtime.gradients.park(group)

@@ -12,6 +12,7 @@ do not depend on how many bytes the first one took.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -199,31 +200,58 @@ class GradientStore:
             self._apply_scale(group.gradient)
         return group.gradient
 
-    def take_reduced(
-        self, param: ShardedParam, span: Span, parts: Sequence[torch.Tensor], scale: float
+    def open_for_sums(self, group: ParamGroup, partial: GroupGradient) -> set[int]:
+        """Makes the group's gradients ready to take the sums over all ranks of ``partial``; which
+        parameters had some before."""
+        own = self.open(group)
+        before = set(own.present)
+        if not own.widened and any(
+            group.regions[group.params[index].segment.region].layout.dtype != torch.float32
+            for index in before & partial.present
+        ):
+            self._widen(own)
+        own.present |= partial.present
+        return before
+
+    def add_parts(
+        self, param: ShardedParam, span: Span, parts: Sequence[torch.Tensor], *, add: bool
     ) -> None:
-        """Adds ``scale`` times the sum of ``parts``, in this order, to the elements ``span`` of the
-        parameter's region; after `open`."""
+        """Adds the mean of ``parts``, summed in this order, to the elements ``span`` of the parameter's
+        region, or (not ``add``) puts it there; after `open_for_sums`."""
         own = param.group.gradient
         assert own is not None
-        again = param.index in own.present
-        if again and not own.widened and parts[0].dtype != torch.float32:
-            self._widen(own)
-        region = param.group.regions[param.segment.region]
-        first = own.span(region).start
-        destination = own.region_view(region)[span.start - first : span.stop - first]
         if span.numel:
-            own.sum_squares[param.index] = self._kernels.reduce(destination, parts, scale, add=again)
-        else:
+            region = param.group.regions[param.segment.region]
+            first = own.span(region).start
+            destination = own.region_view(region)[span.start - first : span.stop - first]
+            squares = self._kernels.reduce(destination, parts, 1 / len(parts), add=add)
+            whole = region.shard.meet(param.segment.start, param.segment.stop)
+            own.sum_squares[param.index] = squares if span == whole else math.nan
+
+    def sum_squares_of(self, param: ShardedParam) -> None:
+        """Sums the squares of what this rank has reduced of the parameter, where that came in several
+        pieces: the order of the sum must not depend on them."""
+        own = param.group.gradient
+        assert own is not None
+        region = param.group.regions[param.segment.region]
+        mine = region.shard.meet(param.segment.start, param.segment.stop)
+        if not mine.numel:
             own.sum_squares[param.index] = 0.0
-        own.present.add(param.index)
+        elif math.isnan(own.sum_squares[param.index]):
+            first = own.span(region).start
+            view = own.region_view(region)[mine.start - first : mine.stop - first]
+            own.sum_squares[param.index] = self._kernels.accumulate(view, view, add=False)
 
     def _apply_scale(self, own: GroupGradient) -> None:
         """More is to be added to gradients that were clipped: they are scaled now."""
         scale, own.scale = own.scale, 1.0
         for index in sorted(own.present):
-            view = own.param_view(own.group.params[index])
+            param = own.group.params[index]
+            view = own.param_view(param)
             own.sum_squares[index] = self._kernels.accumulate(view, view * scale, add=False)
+            if not param.group.sharing.alone:
+                own.sum_squares[index] = math.nan
+                self.sum_squares_of(param)
 
     def replace(self, param: ShardedParam, value: torch.Tensor | None) -> None:
         """``param.grad = value``."""

@@ -14,36 +14,51 @@ everywhere, with zeros from the others. A group whose parameters all had one nee
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
-from tiermem.comm import Exchange, Kind, Message
+from tiermem.comm import Communicator, Exchange, Kind, Message
 from tiermem.errors import BudgetError
 from tiermem.kernels import Kernels
 from tiermem.memory.arena import Arena, Block
 from tiermem.memory.lease import tensor_over
-from tiermem.types import Purpose, format_bytes, round_up
+from tiermem.types import ALIGNMENT, Purpose, format_bytes, round_up
 from tiermem.zero.gradients import GradientStore, GroupGradient, flatten_like
+from tiermem.zero.layout import Span
 from tiermem.zero.sharing import share_out
 
 if TYPE_CHECKING:
     from tiermem.zero.group import ParamGroup, Region, ShardedParam
     from tiermem.zero.runtime import Runtime
 
+_BUCKETS_AT_ONCE = 2
+
 MAX_IN_FLIGHT = 2
 """Groups whose reduction may be under way while the next one's gradients accumulate."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """The elements [start, stop) of each rank's shard of a region, reduced at a time."""
+
+    region: Region
+    start: int
+    stop: int
+
+
 @dataclass(slots=True, eq=False)
 class _Reduction:
+    """One group's reduction. ``block`` takes what comes for two buckets at a time."""
+
     group: ParamGroup
     partial: GroupGradient
+    buckets: list[_Bucket]
     block: Block
-    received: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # by region, in rank order
-    exchanges: list[Exchange] = field(default_factory=list)
+    parts: list[list[torch.Tensor]] = field(default_factory=list)  # by bucket, in rank order
+    exchanges: list[Exchange] = field(default_factory=list)  # by bucket
 
 
 class GradientReducer:
@@ -57,7 +72,6 @@ class GradientReducer:
         self._arena = arena
         self._kernels = kernels
         self._in_flight: deque[_Reduction] = deque()
-        self._waiting: list[ParamGroup] = []  # for the end of backward: incomplete here
         self._begun: set[ParamGroup] = set()  # in this backward
         self.micro_steps = 0  # backwards since the last step
         self.unreduced = False  # one of them did not reduce
@@ -130,8 +144,6 @@ class GradientReducer:
             return
         if all(p.index in own.present for p in group.params if p.real.requires_grad):
             self._begin(group)
-        else:
-            self._waiting.append(group)
 
     def end_backward(self) -> None:
         """All groups of a backward are done."""
@@ -152,32 +164,32 @@ class GradientReducer:
 
     def _reduce_rest(self) -> None:
         """See [Note: presence]."""
-        groups = [g for g in self._runtime.groups if not g.sharing.alone and g.trainable_numel]
-        if not groups:
-            return
-        present = self._exchange_presence(groups)
-        for group in groups:
-            if group in self._begun or not present[group]:
+        groups: dict[Communicator, list[ParamGroup]] = {}
+        for group in self._runtime.groups:
+            if not group.sharing.alone and group.trainable_numel:
+                groups.setdefault(group.sharing.comm, []).append(group)
+        present: dict[ParamGroup, set[int]] = {}
+        for comm, members in groups.items():
+            present |= self._exchange_presence(comm, members)
+        for group, indices in present.items():
+            if group in self._begun or not indices:
                 continue
             own = self._partial(group)
-            for index in present[group] - own.present:
+            for index in indices - own.present:
                 own.param_view(group.params[index]).zero_()
                 own.present.add(index)
             self._begin(group)
         while self._in_flight:
             self._finish(self._in_flight[0])
         self._begun.clear()
-        self._waiting.clear()
         self.unreduced = False
 
-    def _exchange_presence(self, groups: Iterable[ParamGroup]) -> dict[ParamGroup, set[int]]:
-        """The parameters of each group that had a gradient on any rank."""
+    def _exchange_presence(
+        self, comm: Communicator, groups: Sequence[ParamGroup]
+    ) -> dict[ParamGroup, set[int]]:
+        """The parameters of each group that had a gradient on any rank of ``comm``."""
         params = [param for group in groups for param in group.params]
-        comm = params[0].group.sharing.comm
-        mine = torch.tensor(
-            [p.group.partial is not None and p.index in p.group.partial.present for p in params],
-            dtype=torch.uint8,
-        )
+        mine = torch.tensor([self._is_present(param) for param in params], dtype=torch.uint8)
         others = [None if r == comm.rank else torch.empty_like(mine) for r in range(comm.size)]
         message = Message(Kind.PRESENCE, 0, "which gradients there are")
         exchange = comm.exchange(message, [None if o is None else mine for o in others], others)
@@ -192,51 +204,85 @@ class GradientReducer:
                 result[param.group].add(param.index)
         return result
 
+    def _is_present(self, param: ShardedParam) -> bool:
+        own = param.group.partial
+        complete = param.group in self._begun and param.real.requires_grad
+        return complete or (own is not None and param.index in own.present)
+
     # ---- one group
 
     def _begin(self, group: ParamGroup) -> None:
         """Sends and takes shards of the group's partial gradients."""
         while len(self._in_flight) >= MAX_IN_FLIGHT:
             self._finish(self._in_flight[0])
-        partial, comm = group.partial, group.sharing.comm
+        partial, others = group.partial, group.sharing.comm.size - 1
         assert partial is not None
+        buckets = self._buckets(group)
+        largest = max(round_up((b.stop - b.start) * partial.dtype(b.region).itemsize) for b in buckets)
+        slots = min(len(buckets), _BUCKETS_AT_ONCE)
+        block = self._allocate(slots * largest * others, f"others' gradients of {group.name!r}")
         group.partial = None
-        regions = [r for r in group.regions if r.trainable]
-        sizes = [r.shard.numel * partial.dtype(r).itemsize for r in regions]
-        block = self._allocate(sum(sizes) * (comm.size - 1), f"others' gradients of {group.name!r}")
-        reduction = _Reduction(group, partial, block)
-        offset = 0
-        for region, size in zip(regions, sizes, strict=True):
-            whole, numel = partial.region_view(region), region.shard.numel
-            sends: list[torch.Tensor | None] = []
-            receives: list[torch.Tensor | None] = []
-            for rank in range(comm.size):
-                if rank == comm.rank:
-                    sends.append(None)
-                    receives.append(None)
-                    continue
-                sends.append(whole[rank * numel : (rank + 1) * numel])
-                receives.append(tensor_over(block.address + offset, size)[0].view(whole.dtype))
-                offset += size
-            message = Message(Kind.GRADIENTS, region.number, group.name)
-            reduction.exchanges.append(comm.exchange(message, sends, receives))
-            own = whole[comm.rank * numel : (comm.rank + 1) * numel]
-            reduction.received[region.layout.index] = [own if p is None else p for p in receives]
+        reduction = _Reduction(group, partial, buckets, block)
+        for _ in range(slots):
+            self._post(reduction)
         self._begun.add(group)
         self._in_flight.append(reduction)
+        if not self._runtime.config.overlap_comm:
+            self._finish(reduction)
+
+    def _buckets(self, group: ParamGroup) -> list[_Bucket]:
+        """The group's trainable regions, cut at ``reduce_bucket_numel`` elements of all ranks."""
+        most = self._runtime.config.reduce_bucket_numel
+        buckets = []
+        for region in group.regions:
+            numel, step = region.shard.numel, region.shard.numel
+            if most is not None:
+                unit = ALIGNMENT // region.layout.dtype.itemsize
+                step = min(numel, max(unit, most // group.sharing.comm.size // unit * unit))
+            if region.trainable:
+                buckets += [
+                    _Bucket(region, start, min(start + step, numel)) for start in range(0, numel, step)
+                ]
+        return buckets
+
+    def _post(self, reduction: _Reduction) -> None:
+        """Starts the exchange of the next bucket."""
+        group, partial, comm = reduction.group, reduction.partial, reduction.group.sharing.comm
+        number = len(reduction.exchanges)
+        bucket = reduction.buckets[number]
+        whole, numel = partial.region_view(bucket.region), bucket.region.shard.numel
+        nbytes = (bucket.stop - bucket.start) * whole.element_size()
+        slots = min(len(reduction.buckets), _BUCKETS_AT_ONCE)
+        at = reduction.block.address + number % slots * (reduction.block.nbytes // slots)
+        sends: list[torch.Tensor | None] = []
+        receives: list[torch.Tensor | None] = []
+        parts = []
+        for rank in range(comm.size):
+            shard = whole[rank * numel + bucket.start : rank * numel + bucket.stop]
+            mine = rank == comm.rank
+            theirs = shard if mine else tensor_over(at, nbytes)[0].view(whole.dtype)
+            at += 0 if mine else nbytes
+            sends.append(None if mine else shard)
+            receives.append(None if mine else theirs)
+            parts.append(theirs)
+        message = Message(Kind.GRADIENTS, bucket.region.number, group.name)
+        reduction.exchanges.append(comm.exchange(message, sends, receives))
+        reduction.parts.append(parts)
 
     def _finish(self, reduction: _Reduction) -> None:
         """Adds up this rank's shard, into the group's gradients."""
         self._in_flight.remove(reduction)
         group, partial = reduction.group, reduction.partial
-        for exchange in reduction.exchanges:
-            exchange.wait_received()
-        self._gradients.open(group)
-        for region in group.regions:
-            if region.trainable:
-                self._add_up(reduction, region)
+        before = self._gradients.open_for_sums(group, partial)
+        for number, bucket in enumerate(reduction.buckets):
+            reduction.exchanges[number].wait_received()
+            self._add_up(reduction, bucket, reduction.parts[number], before)
+            if len(reduction.exchanges) < len(reduction.buckets):
+                self._post(reduction)
         for exchange in reduction.exchanges:
             exchange.wait()
+        for index in sorted(partial.present):
+            self._gradients.sum_squares_of(group.params[index])
         assert partial.block is not None
         self._arena.free(partial.block)
         self._arena.free(reduction.block)
@@ -244,26 +290,35 @@ class GradientReducer:
             self._share_sums(group)
         self._runtime.updates.complete(group)
 
-    def _add_up(self, reduction: _Reduction, region: Region) -> None:
-        group, parts = reduction.group, reduction.received[region.layout.index]
+    def _add_up(
+        self, reduction: _Reduction, bucket: _Bucket, parts: list[torch.Tensor], before: set[int]
+    ) -> None:
+        group, region = reduction.group, bucket.region
+        first = region.shard.start + bucket.start
+        whole = Span(first, region.shard.start + bucket.stop)
         for index in region.layout.params:
-            if index not in reduction.partial.present:
-                continue
-            segment = group.layout.segments[index]
-            mine = region.shard.meet(segment.start, segment.stop)
-            here = slice(mine.start - region.shard.start, mine.stop - region.shard.start)
-            self._gradients.take_reduced(
-                group.params[index], mine, [part[here] for part in parts], 1 / group.sharing.comm.size
-            )
+            if index in reduction.partial.present:
+                segment = group.layout.segments[index]
+                mine = whole.meet(segment.start, segment.stop)
+                here = slice(mine.start - first, mine.stop - first)
+                self._gradients.add_parts(
+                    group.params[index], mine, [part[here] for part in parts], add=index in before
+                )
 
     def _share_sums(self, group: ParamGroup) -> None:
         own = group.gradient
         assert own is not None
         for region in group.regions:
             if region.trainable:
-                share_out(
-                    group.sharing, Kind.GRADIENTS, region.number, group.name, own.region_view(region)
-                ).wait()
+                message = Message(Kind.GRADIENTS, region.number, group.name)
+                for exchange in share_out(group.sharing, message, own.region_view(region)):
+                    exchange.wait()
+
+    def forget_stale(self) -> None:
+        """A backward has failed: what it has sent is taken; what it has not stays, as in torch."""
+        while self._in_flight:
+            self._finish(self._in_flight[0])
+        self._begun.clear()
 
     def close(self) -> None:
         """Frees every buffer; nothing may be in flight that others still send."""

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tiermem.comm import Kind
+from tiermem.comm import Kind, Message
 from tiermem.zero.group import ParamGroup
 from tiermem.zero.sharing import Exchanges, share_out
 
@@ -38,6 +38,8 @@ class SharedShards:
         """What is to be exchanged ahead of use: those of ``window`` that are used in this pass, or
         (``next_pass``: a step has just been taken) in the next. All ranks call it alike."""
         groups = self._runtime.groups
+        if not self._runtime.config.overlap_comm:
+            return
         near = set(self._gather.trace.upcoming(len(groups), next_pass=next_pass))
         for group in (groups[index] for index in window if index in near):
             if not group.sharing.alone and not (group.lease is not None and group.whole):
@@ -102,8 +104,9 @@ class SharedShards:
         assert group.lease is not None
         if group.exchange is not None:
             group.exchange.wait()
-        parts = [
-            share_out(group.sharing, Kind.PARAMS, region.number, group.name, group.region_view(region))
-            for region in group.regions
-        ]
+        most = self._runtime.config.allgather_bucket_numel
+        parts = []
+        for region in group.regions:
+            message = Message(Kind.PARAMS, region.number, group.name)
+            parts += share_out(group.sharing, message, group.region_view(region), most)
         group.exchange, group.under_way = Exchanges(parts, group.lease), True

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tiermem.comm import Communicator, Exchange, Kind, Message
+from tiermem.comm import Communicator, Exchange, Message
 from tiermem.zero.layout import GroupLayout, RegionLayout, Span
 
 
@@ -95,14 +95,19 @@ class Exchanges:
             part.wait()
 
 
-def share_out(sharing: Sharing, kind: Kind, number: int, name: str, whole: torch.Tensor) -> Exchange:
+def share_out(
+    sharing: Sharing, message: Message, whole: torch.Tensor, most_numel: int | None = None
+) -> list[Exchange]:
     """Starts giving this rank's shard of ``whole`` (1-D, padded like its region) to all others and
-    taking theirs, in place: an all-gather."""
+    taking theirs, in place: an all-gather, of at most ``most_numel`` elements of all ranks at a
+    time."""
     comm = sharing.comm
     numel = whole.numel() // comm.size
-    shards = [whole[rank * numel : (rank + 1) * numel] for rank in range(comm.size)]
-    mine = shards[comm.rank]
-    others = [None if rank == comm.rank else shard for rank, shard in enumerate(shards)]
-    return comm.exchange(
-        Message(kind, number, name), [None if o is None else mine for o in others], others
-    )
+    step = numel if most_numel is None else max(1, most_numel // comm.size)
+    exchanges = []
+    for start in range(0, numel, step):
+        stop = min(start + step, numel)
+        shards = [whole[rank * numel + start : rank * numel + stop] for rank in range(comm.size)]
+        others = [None if rank == comm.rank else shard for rank, shard in enumerate(shards)]
+        exchanges.append(comm.exchange(message, [shards[comm.rank]] * comm.size, others))
+    return exchanges
