@@ -252,6 +252,14 @@ static int uring_reap(void *opaque, tm_completion *completions, uint32_t max) {
   return !count && rc < 0 && rc != -EINTR && rc != -EAGAIN ? rc : count;
 }
 
+static uint32_t uring_num_ended(void *opaque) {
+  uring_state *state = opaque;
+  uint32_t count = 0, tail = load(state->cq_tail);
+  for (uint32_t head = *state->cq_head; head != tail; head++)
+    if (state->cqes[head & state->cq_mask].user_data != WAKE_TAG) count++;
+  return count;
+}
+
 static void uring_wake(void *opaque) {
   uring_state *state = opaque;
   uint64_t one = 1;
@@ -288,6 +296,7 @@ const tm_backend tm_backend_io_uring = {
     .submit = uring_submit,
     .reap = uring_reap,
     .wake = uring_wake,
+    .num_ended = uring_num_ended,
     .teardown = uring_teardown,
     .abandon = uring_abandon,
     .add_memory = uring_add_memory,
