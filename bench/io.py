@@ -5,7 +5,8 @@
 Both sides use the same warmed file (every extent written before), O_DIRECT and runs of equal
 length, one after the other in pairs; the ratios are medians over the pairs. fio gets the best of a
 grid of engines, block sizes, depths and buffer memory, found in a calibration pass before; see
-io_fio.py. ``--against backends`` compares our own native backends with each other instead.
+io_fio.py. ``--fio same`` gives it our block size and depth instead, to compare processor time.
+``--against backends`` compares our own native backends with each other instead.
 """
 
 from __future__ import annotations
@@ -214,6 +215,17 @@ def summary(ours: dict[str, list[Figures]], theirs: dict[str, list[Figures]]) ->
     return report
 
 
+def fio_setting(
+    target: io_fio.Target, mode: str, arguments: argparse.Namespace, huge: bool
+) -> io_fio.Setting:
+    if arguments.fio == "same":
+        depth = max(arguments.read_depth, arguments.write_depth)
+        memory = "mmaphuge" if huge else "malloc"
+        return io_fio.Setting("io_uring", True, str(arguments.chunk), depth, memory)
+    grid = io_fio.grid(full=not arguments.quick, huge=huge)
+    return io_fio.best(target, mode, grid, arguments.seconds / 2)
+
+
 def compare(bench: Bench, arguments: argparse.Namespace, log: object) -> dict[str, object]:
     say = print if log else (lambda *_: None)
     against_fio = arguments.against == "fio"
@@ -223,9 +235,8 @@ def compare(bench: Bench, arguments: argparse.Namespace, log: object) -> dict[st
     target = io_fio.Target(bench.file.path, bench.size, bench.file.direct)
     with io_fio.reserved_huge_pages() if against_fio else contextlib.nullcontext(False) as huge:
         for mode in MODES if against_fio else ():
-            grid = io_fio.grid(full=not arguments.quick, huge=huge)
-            settings[mode] = io_fio.best(target, mode, grid, arguments.seconds / 2)
-            say(f"fio's best for {mode}: {settings[mode]}")
+            settings[mode] = fio_setting(target, mode, arguments, huge)
+            say(f"fio for {mode}: {settings[mode]}")
         for pair in range(arguments.pairs):
             for mode in MODES:
                 sides = ["ours", "fio"] if pair % 2 == 0 else ["fio", "ours"]
@@ -292,6 +303,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--chunk", type=argument.size, default=defaults.chunk_bytes)
     parser.add_argument("--read-depth", type=int, default=defaults.read_depth)
     parser.add_argument("--write-depth", type=int, default=defaults.write_depth)
+    parser.add_argument(
+        "--fio",
+        choices=("best", "same"),
+        default="best",
+        help="best: its fastest setting; same: io_uring with our blocks and depth, to compare CPU",
+    )
     parser.add_argument("--quick", action="store_true", help="calibrate fio at 1 MiB blocks only")
     parser.add_argument("--json", action="store_true", help="only the JSON line")
     arguments = parser.parse_args()
