@@ -78,6 +78,11 @@ class SharedShards:
             self.make_whole(group)
             group.committed = False
 
+    def honour_all(self) -> None:
+        """At the end of a run: some ranks may have begun what others have not."""
+        for group in self._runtime.groups:
+            self.honour(group)
+
     def finish(self, group: ParamGroup) -> None:
         """Afterwards no exchange reads or writes the group's lease."""
         if group.under_way:
