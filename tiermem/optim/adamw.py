@@ -156,7 +156,7 @@ class AdamW(torch.optim.Optimizer):
         if fresh and self._control.skips():
             fresh = []
         for group in self.groups():
-            if group.pending is not None and group not in updates.updated:
+            if (group.pending is not None or group.owed) and group not in updates.updated:
                 runtime.gather.apply_pending([group])
         for group in fresh:
             updates.freeze(group, self)

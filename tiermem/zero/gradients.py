@@ -191,8 +191,13 @@ class GradientStore:
             )
         if flat.device.type != "cpu":
             flat = flat.cpu()
+        held = own.held(param)
+        flat = flat[held.start : held.stop]
         own.sum_squares[param.index] = self._kernels.reduce(destination, (flat,), 1.0, add=again)
         own.present.add(param.index)
+        if not group.sharing.alone:
+            own.sum_squares[param.index] = math.nan
+            self.sum_squares_of(param)
 
     def _must_widen(self, own: GroupGradient, again: set[int]) -> bool:
         """Whether the gradients ``again``, which are there, can take more only in fp32."""
