@@ -114,14 +114,15 @@ def assert_same(first: Result, second: Result, what: object) -> None:
         assert np.array_equal(value, second.values[name]), f"{name}: {what}"
 
 
-def stages(path: Path) -> list[dict[str, Any]]:
-    """Every stage, with states on the device, the host and the drive."""
+def stages(path: Path, *, every: bool = False) -> list[dict[str, Any]]:
+    """Stages 0, 1 and 3 with states on the device, the host and the drive; ``every``: 2 too, and 3 with
+    its parameters elsewhere than its states."""
     common = {"persistence_threshold_numel": 1000, "pin_memory": False}
     nvme = {"optimizer": "nvme", "paths": [str(path)], "resident_memory": 0}
-    return [
-        {"stage": 0, "optimizer": "device", **common},
-        {"stage": 1, "optimizer": "host", **common},
-        {"stage": 2, **nvme, **common},
-        {"stage": 3, "params": "host", "optimizer": "device", **common},
-        {"stage": 3, "params": "nvme", **nvme, **common},
+    few: list[dict[str, Any]] = [
+        {"stage": 0, "optimizer": "device"},
+        {"stage": 1, "optimizer": "host"},
+        {"stage": 3, "params": "nvme", **nvme},
     ]
+    more = [{"stage": 2, **nvme}, {"stage": 3, "params": "host", "optimizer": "device"}]
+    return [{**config, **common} for config in (few + more if every else few)]

@@ -24,7 +24,7 @@ def test_every_stage_gives_the_same_bits(size: int, tmp_path: Path) -> None:
         ("bf16", {"master": "fp32"}, 0.05),
         ("fp32", {"compute_dtype": "fp16"}, None),
     ]
-    configs = stages(tmp_path)
+    configs = stages(tmp_path, every=size > 2)
     jobs = [Job({**c, **more}, dtype, clip=clip) for dtype, more, clip in kinds for c in configs]
     for results in run_ranks(train_all, size, jobs, timeout_s=200):
         for first in range(0, len(jobs), len(configs)):
@@ -36,19 +36,18 @@ def test_every_stage_gives_the_same_bits(size: int, tmp_path: Path) -> None:
 def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
     fp16 = {"fp16": {"initial_scale_power": 14, "hysteresis": 1}}
     configs = [{**config, **fp16} for config in stages(tmp_path)]
-    for clip in (None, 0.05):
-        jobs = [Job(c, "fp16", steps=4, clip=clip, bad=(1, 2)) for c in configs]
-        by_rank = run_ranks(train_all, 2, jobs, timeout_s=200)
-        for results in by_rank:
-            for job, result in zip(jobs, results, strict=True):
-                assert result.skipped == [False, False, True, False], job
-                assert result.unchanged == [False, False, True, False], job
-                assert result.scales == [16384, 16384, 8192, 8192], job
-                assert result.values["0.weight.step"] == 3
-                assert result.exchanged["VALUES"][0] == job.steps, job  # clipping looks at the same
-                assert_same(result, results[0], job)
-        for name, value in by_rank[0][0].values.items():
-            assert (value == by_rank[1][0].values[name]).all(), name
+    jobs = [Job(c, "fp16", clip=clip, bad=(1, 1)) for clip in (None, 0.05) for c in configs]
+    by_rank = run_ranks(train_all, 2, jobs, timeout_s=200)
+    for results in by_rank:
+        for index, (job, result) in enumerate(zip(jobs, results, strict=True)):
+            assert result.skipped == [False, True, False], job
+            assert result.unchanged == [False, True, False], job
+            assert result.scales == [16384, 8192, 8192], job
+            assert result.values["0.weight.step"] == 2
+            assert result.exchanged["VALUES"][0] == job.steps, job  # clipping looks at the same
+            assert_same(result, results[index // len(configs) * len(configs)], job)
+    for name, value in by_rank[0][0].values.items():
+        assert (value == by_rank[1][0].values[name]).all(), name
 
 
 def test_clipping_exchanges_one_number_a_step(tmp_path: Path) -> None:
@@ -90,7 +89,7 @@ def diverge(rank: int, size: int, jobs: list[Job]) -> list[str]:
 
 def test_all_ranks_name_the_tensors(tmp_path: Path) -> None:
     fp16 = {"fp16": {"loss_scale": 4.0, "max_skipped_steps": 3}}
-    jobs = [Job({**config, **fp16}, "fp16") for config in stages(tmp_path)]
+    jobs = [Job({**config, **fp16}, "fp16") for config in stages(tmp_path)[1:]]
     first, second = run_ranks(diverge, 2, jobs, timeout_s=100)
     assert first == second
     assert len(first) == len(jobs)
