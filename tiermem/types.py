@@ -25,6 +25,7 @@ class Field(enum.Enum):
 
     PARAM = "param"  # the copy that computes
     MASTER_LO = "master_lo"  # int16 remainder: bits(master) = (hi << 16) + lo
+    MASTER = "master"  # fp32
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
     GRAD = "grad"
