@@ -153,6 +153,11 @@ class TierConfig(_Strict):
     overlap_comm: bool = Default(
         True, description="ranks exchange gradients and parameters while they compute"
     )
+    contiguous_gradients: bool = Default(
+        True,
+        description="over several ranks: copy each gradient into its group's buffer when it is made, "
+        "or (false) all of a group when its last one is",
+    )
     reduce_bucket_numel: int | None = Default(
         None, ge=1, description="gradients reduced over ranks at a time; default: a whole group's"
     )

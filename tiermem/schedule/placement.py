@@ -241,12 +241,14 @@ def _share(free: int, total: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """The division of the device budget. ``persistent_bytes``: parameters that stay, and states."""
+    """The division of the device budget. ``persistent_bytes``: parameters that stay, and
+    ``states_bytes`` of states."""
 
     budget: int
     persistent_bytes: int
     ahead_bytes: int
     smallest_budget: int
+    states_bytes: int = 0
 
 
 def plan_device(
@@ -273,4 +275,5 @@ def plan_device(
             f"what encloses it. Raise device_memory, or wrap smaller modules"
         )
     room = budget - smallest
-    return DevicePlan(budget, persistent, room if prefetch is None else min(prefetch, room), smallest)
+    ahead = room if prefetch is None else min(prefetch, room)
+    return DevicePlan(budget, persistent, ahead, smallest, states_bytes)

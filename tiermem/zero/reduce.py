@@ -78,6 +78,8 @@ class GradientReducer:
         self._kernels = kernels
         self._in_flight: deque[_Reduction] = deque()
         self._begun: set[ParamGroup] = set()  # in this backward
+        # Not copied yet, where gradients need not be contiguous; empty between backwards.
+        self._loose: dict[ParamGroup, dict[ShardedParam, torch.Tensor]] = {}
         self.micro_steps = 0  # backwards since the last step
         self.unreduced = False  # one of them did not reduce
         self.syncing = True  # outside of no_sync(), see [Note: no_sync]
@@ -104,6 +106,19 @@ class GradientReducer:
 
     def accumulate(self, param: ShardedParam, gradient: torch.Tensor) -> None:
         """Adds one parameter's gradient of this rank (its shape, any dtype)."""
+        loose = self._loose.setdefault(param.group, {})
+        if not self._runtime.config.contiguous_gradients and param not in loose:
+            loose[param] = gradient
+            return
+        self._copy_loose(param.group)
+        self._copy_in(param, gradient)
+
+    def _copy_loose(self, group: ParamGroup) -> None:
+        """Copies what autograd has made for ``group`` and was left where it was."""
+        for param, gradient in self._loose.pop(group, {}).items():
+            self._copy_in(param, gradient)
+
+    def _copy_in(self, param: ShardedParam, gradient: torch.Tensor) -> None:
         group = param.group
         flat = flatten_like(gradient, param.segment.spec.stride)
         own = self._partial(group)
@@ -153,6 +168,7 @@ class GradientReducer:
 
     def discard(self, group: ParamGroup) -> None:
         """Forgets what ``group`` has accumulated and not reduced."""
+        self._loose.pop(group, None)
         own, group.partial = group.partial, None
         if own is not None and own.block is not None:
             self._arena.free(own.block)
@@ -161,6 +177,7 @@ class GradientReducer:
 
     def group_done(self, group: ParamGroup) -> None:
         """The running backward has accumulated all it will into ``group``."""
+        self._copy_loose(group)
         own = group.partial
         if own is None or not self.reduces_now:
             return
@@ -169,6 +186,8 @@ class GradientReducer:
 
     def end_backward(self) -> None:
         """All groups of a backward are done."""
+        for group in list(self._loose):
+            self._copy_loose(group)
         if self.reduces_now:
             self._reduce_rest()
         else:
@@ -300,6 +319,7 @@ class GradientReducer:
             reduction.exchanges[number].wait_received()
             self._add_up(reduction, bucket, reduction.parts[number], before)
             if len(reduction.exchanges) < len(reduction.buckets):
+                reduction.exchanges[number].wait()  # no more than two buckets are in flight
                 self._post(reduction)
         for exchange in reduction.exchanges:
             exchange.wait()
@@ -338,6 +358,8 @@ class GradientReducer:
 
     def forget_stale(self) -> None:
         """A backward has failed: what it has sent is taken; what it has not stays, as in torch."""
+        for group in list(self._loose):
+            self._copy_loose(group)
         while self._in_flight:
             self._finish(self._in_flight[0])
         self._begun.clear()

@@ -146,7 +146,8 @@ class Runtime:
             )
             self._register(self.device_arena)
             self.device_store = TieredStore(self.engine, self.device_arena)
-            pool = ArenaPool(self.device_arena, poison=self.config.poison_released)
+            limit = plan.budget - plan.states_bytes
+            pool = ArenaPool(self.device_arena, limit, poison=self.config.poison_released)
         else:
             pool = AcceleratorPool(self.device, self.ledger, plan.budget)
         self.gather.room.pool = pool

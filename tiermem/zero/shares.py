@@ -66,7 +66,10 @@ class SharedShards:
             self._start(group)
         started = time.perf_counter()
         assert group.exchange is not None
-        group.exchange.wait_received()
+        if self._runtime.config.overlap_comm:
+            group.exchange.wait_received()
+        else:
+            group.exchange.wait()
         self.stall_seconds += time.perf_counter() - started
         group.whole, group.under_way = True, False
 
