@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import index
+
 from tiermem.errors import ConfigError, StateError
 from tiermem.io.base import QueueOptions
 from tiermem.types import ALIGNMENT, format_bytes
@@ -9,6 +11,8 @@ from tiermem.types import ALIGNMENT, format_bytes
 MAX_CHUNK_BYTES = 1 << 30
 MAX_DEPTH = 4096
 MAX_OFFSET = (1 << 63) - 1
+MAX_DESCRIPTOR = (1 << 31) - 1
+MAX_ADDRESS = (1 << 64) - 1
 
 
 def check_options(options: QueueOptions) -> None:
@@ -28,11 +32,21 @@ def check_options(options: QueueOptions) -> None:
 
 
 def check_transfer(fd: int, offset: int, address: int, length: int) -> None:
-    """Raises ValueError for a transfer that no file or memory can hold."""
-    if fd < 0 or offset < 0 or length < 0 or offset + length > MAX_OFFSET or (length and address <= 0):
+    """Raises ValueError for a transfer that no file or memory can hold, TypeError for what are no whole
+    numbers."""
+    try:
+        end, last = index(offset) + index(length), index(address) + index(length)
+        outside = index(fd) < 0 or offset < 0 or length < 0 or (length and address <= 0)
+    except TypeError:
+        raise TypeError(
+            f"fd {fd!r}, offset {offset!r}, address {address!r}, length {length!r}: each must be a "
+            "whole number (an int)"
+        ) from None
+    if outside or fd > MAX_DESCRIPTOR or end > MAX_OFFSET or last > MAX_ADDRESS:
         raise ValueError(
             f"fd {fd}, offset {offset}, address {address}, length {length}: none may be negative, "
-            f"the address not 0, and offset + length at most {MAX_OFFSET}"
+            f"the address not 0, fd at most {MAX_DESCRIPTOR}, offset + length at most {MAX_OFFSET}, "
+            f"address + length at most {MAX_ADDRESS}"
         )
 
 
