@@ -16,9 +16,10 @@ from rich.text import Text
 from tiermem.cli.bar import watch
 from tiermem.cli.bench_tables import place_lines, size_text
 from tiermem.cli.stopping import Stopping
+from tiermem.errors import TierMemError
 from tiermem.tuning.candidates import Candidate
 from tiermem.tuning.emit import FRAGMENTS
-from tiermem.tuning.profile import Profile, profile_file, save_profile
+from tiermem.tuning.profile import Profile, check_place, profile_file, save_profile
 from tiermem.tuning.tuner import Outcome, TunePlan, Tuner
 from tiermem.tuning.verdict import Gain, Verdict
 
@@ -37,6 +38,10 @@ class Wishes:
 
 def tune_paths(plan: TunePlan, wishes: Wishes) -> int:
     """Measures, saves and prints; the exit code (128 + signal when it was stopped)."""
+    failure: TierMemError | None = None
+    saved: Path | None = None
+    if wishes.keep:
+        check_place(wishes.file)
     with Stopping("stopping and removing the files") as stopping:
         with (
             watch(Console(stderr=True), plan.budget, _SECONDS) as watcher,
@@ -44,11 +49,16 @@ def tune_paths(plan: TunePlan, wishes: Wishes) -> int:
         ):
             outcome = tuner.run()
         stopped = stopping.event.is_set()
-        saved = _save(outcome.profile, wishes)
+        try:
+            saved = _save(outcome.profile, wishes)
+        except TierMemError as error:  # what was found is shown
+            failure = error
         if wishes.as_json:
             print(json.dumps(_fields(tuner, outcome, wishes, saved, stopped=stopped)))
         else:
             _show(tuner, outcome, wishes, saved)
+    if failure is not None:
+        raise failure
     return stopping.code
 
 
