@@ -132,13 +132,20 @@ def pages_lines(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _pages_line(huge: Result, small: Result, op: Op) -> str:
-    ratios = Spread.of(
-        one.total(op).gb_per_s / two.total(op).gb_per_s
+    pairs = [
+        (one.total(op).gb_per_s, two.total(op).gb_per_s)
         for one, two in zip(small.runs, huge.runs, strict=False)
-    )
+    ]
     mode = "" if len(huge.mode.ops) == 1 else "duplex "
-    return (
+    text = (
         f"4 KiB pages  {mode}{op.name.lower()} of {size_text(huge.setting.block_bytes)} at depth "
-        f"{huge.setting.depth}: {ratios.median:.2f} [{ratios.lowest:.2f}, {ratios.highest:.2f}] times "
-        "the bandwidth on huge pages"
+        f"{huge.setting.depth}: "
+    )
+    found = [one / two for one, two in pairs if two]
+    if not found:  # a slow drive, and short runs
+        return f"{text}nothing was moved on huge pages"
+    ratios = Spread.of(found)
+    return (
+        f"{text}{ratios.median:.2f} [{ratios.lowest:.2f}, {ratios.highest:.2f}] times the bandwidth on "
+        "huge pages"
     )

@@ -263,6 +263,7 @@ class Tuner:
     def _profile(
         self, candidate: Candidate, figures: dict[tuple[Mode, int | None], list[Run]]
     ) -> tuple[Profile, float | None]:
+        self._check_moved(figures)
         paths = []
         together = figures[Mode.DUPLEX, None]
         for number, place in enumerate(self.session.places):
@@ -288,6 +289,21 @@ class Tuner:
             return profile, None
         sums = (each.bandwidth.balanced_gb_per_s for each in paths)
         return profile, sum(sums) / sum(each.alone_gb_per_s for each in paths)
+
+    def _check_moved(self, figures: dict[tuple[Mode, int | None], list[Run]]) -> None:
+        """A drive that ended no block in half of the runs has no bandwidth to keep."""
+        for (mode, only), runs in figures.items():
+            for number, place in enumerate(self.session.places):
+                if only not in (None, number):
+                    continue
+                if not all(
+                    statistics.median(_speed(run, number, op) for run in runs) for op in mode.ops
+                ):
+                    raise ConfigError(
+                        f"{place.site.path} ended no block in {mode.value} runs of "
+                        f"{self.plan.run_seconds:g} s, so that its bandwidth is not known: give a "
+                        f"longer --budget than {self.plan.budget:g} s (60 s: runs of 0.5 s), or a faster drive"
+                    )
 
     def say(self, text: str) -> None:
         """For the session: what begins."""
