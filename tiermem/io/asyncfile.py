@@ -198,8 +198,8 @@ class AsyncFile:
 
     def _start(self, op: Op, span: Span, offset: int, priority: Priority) -> Transfer:
         self._check_process()
+        offset = index(offset)  # a numpy number would overflow
         checks.check_transfer(0, offset, span.address or 1, span.nbytes)
-        offset = index(offset)  # numpy's numbers overflow
         context = IOContext("read" if op == Op.READ else "write", self.path, offset, span.nbytes)
         owner = (span.owner, self)  # the descriptors must live as long as the memory
         parts: list[Request] = []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from operator import index
-
 from tiermem.errors import ConfigError, StateError
 from tiermem.io.base import QueueOptions
 from tiermem.types import ALIGNMENT, format_bytes
@@ -12,7 +10,6 @@ MAX_CHUNK_BYTES = 1 << 30
 MAX_DEPTH = 4096
 MAX_OFFSET = (1 << 63) - 1
 MAX_DESCRIPTOR = (1 << 31) - 1
-MAX_ADDRESS = (1 << 64) - 1
 
 
 def check_options(options: QueueOptions) -> None:
@@ -35,18 +32,22 @@ def check_transfer(fd: int, offset: int, address: int, length: int) -> None:
     """Raises ValueError for a transfer that no file or memory can hold, TypeError for what are no whole
     numbers."""
     try:
-        end, last = index(offset) + index(length), index(address) + index(length)
-        outside = index(fd) < 0 or offset < 0 or length < 0 or (length and address <= 0)
+        bits = fd | offset | address | length  # negative if one of them is; floats have none
     except TypeError:
         raise TypeError(
             f"fd {fd!r}, offset {offset!r}, address {address!r}, length {length!r}: each must be a "
             "whole number (an int)"
         ) from None
-    if outside or fd > MAX_DESCRIPTOR or end > MAX_OFFSET or last > MAX_ADDRESS:
+    if (
+        not 0 <= bits <= MAX_OFFSET
+        or offset + length > MAX_OFFSET
+        or fd > MAX_DESCRIPTOR
+        or (length and not address)
+    ):
         raise ValueError(
             f"fd {fd}, offset {offset}, address {address}, length {length}: none may be negative, "
-            f"the address not 0, fd at most {MAX_DESCRIPTOR}, offset + length at most {MAX_OFFSET}, "
-            f"address + length at most {MAX_ADDRESS}"
+            f"the address not 0, fd at most {MAX_DESCRIPTOR}, the address and offset + length at most "
+            f"{MAX_OFFSET}"
         )
 
 

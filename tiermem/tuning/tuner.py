@@ -302,7 +302,7 @@ class Tuner:
                     raise ConfigError(
                         f"{place.site.path} ended no block in {mode.value} runs of "
                         f"{self.plan.run_seconds:g} s, so that its bandwidth is not known: give a "
-                        f"longer --budget than {self.plan.budget:g} s (60 s: runs of 0.5 s), or a faster drive"
+                        f"longer --budget than {self.plan.budget:g} s (60 s: runs of 0.5 s)"
                     )
 
     def say(self, text: str) -> None:
