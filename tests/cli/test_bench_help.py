@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,17 @@ def test_help_answers_at_once(
         if best <= LIMIT_SECONDS:
             return
     pytest.fail(f"the fastest of {TRIES} took {best:.2f} s")
+
+
+def test_the_version(plain_environment: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tiermem.cli", "--version"],
+        capture_output=True,
+        text=True,
+        env=plain_environment,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, f"tiermem {metadata.version('tiermem')}\n")
 
 
 HEAVY = {
