@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -16,8 +17,9 @@ import tiermem.cli.app
 import tiermem.cli.tuning
 from tiermem.config import load_config
 from tiermem.errors import IOContext, TierIOError
+from tiermem.tuning.candidates import Candidate
 from tiermem.tuning.choice import choose_paths
-from tiermem.tuning.profile import load_profile
+from tiermem.tuning.profile import load_profile, save_profile
 
 
 @pytest.fixture
@@ -110,6 +112,27 @@ def test_a_budget_too_short_to_search_says_so(drive: Path, plain_environment: En
     assert "--budget" in found
 
 
+def test_what_was_too_short_to_compare_replaces_no_profile(
+    drive: Path, state: Path, plain_environment: Environment
+) -> None:
+    brief = ("--size", "128MiB", "--budget", "1s")
+    tune(plain_environment, drive, *brief)
+    (saved,) = state.iterdir()
+    profile = load_profile(saved)
+    assert profile is not None
+    better = dataclasses.replace(
+        profile, settings=Candidate("libaio", 1 << 20, 7, 9), date="2001-02-03"
+    )
+    save_profile(better, saved)
+    said = tune(plain_environment, drive, *brief).stdout
+    assert "not saved" in said
+    assert "2001-02-03" in said
+    assert load_profile(saved) == better
+    # By name it is replaced: somebody wants this one.
+    assert "saved" in tune(plain_environment, drive, *brief, "--save", saved).stdout
+    assert load_profile(saved) != better
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -195,5 +218,5 @@ def test_a_bar_on_a_terminal(drive: Path, plain_environment: Environment) -> Non
     finally:
         os.close(main)
     assert process.wait(60) == 0
-    assert b"duplex 2048 KiB depth" in shown
+    assert b"duplex 2 MiB depth" in shown
     assert b"of 4 s" in shown

@@ -71,7 +71,10 @@ def shared_cautions(sites: Sequence[Site]) -> Iterator[str]:
     for name, paths in by_name.items():
         if len(paths) > 1:
             shown = ", ".join(str(path) for path in paths)
-            yield f"{shown} share one device ({name}): the aggregate is that of one; give one path each"
+            yield (
+                f"{shown} share one device ({name}): together they give what it gives; give one "
+                "directory per drive"
+            )
 
 
 def cache_cautions(path: Path, direct: bool, nbytes: int, ram_bytes: int) -> Iterator[str]:

@@ -28,7 +28,6 @@ import warnings
 import weakref
 from collections import deque
 from dataclasses import dataclass
-from operator import index
 from typing import Any
 
 from tiermem.errors import ConfigError, IOContext, StateError, TierIOError
@@ -85,6 +84,10 @@ class AsyncFile:
         self._released = False
         self._writes: weakref.WeakSet[Transfer] = weakref.WeakSet()  # not flushed yet
         self._lost: deque[TierIOError] = deque()  # of writes that nobody waited for; without the lock
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "read and write" if self._writable else "read only"
+        return f"<AsyncFile: {self.path}, {state}, {self.engine.name}>"
 
     @property
     def direct(self) -> bool:
@@ -198,8 +201,7 @@ class AsyncFile:
 
     def _start(self, op: Op, span: Span, offset: int, priority: Priority) -> Transfer:
         self._check_process()
-        offset = index(offset)  # a numpy number would overflow
-        checks.check_transfer(0, offset, span.address or 1, span.nbytes)
+        offset = checks.check_offset(offset, span.nbytes)
         context = IOContext("read" if op == Op.READ else "write", self.path, offset, span.nbytes)
         owner = (span.owner, self)  # the descriptors must live as long as the memory
         parts: list[Request] = []
@@ -286,7 +288,7 @@ def open_file(
 
 
 def _open_descriptors(name: str, mode: str, nbytes: int, direct: bool) -> _Descriptors:
-    context = IOContext("open", name, 0, nbytes)
+    context = IOContext("open", name, 0, 0)
     try:
         cached = os.open(name, _FLAGS[mode] | os.O_CLOEXEC, 0o666)
     except OSError as error:

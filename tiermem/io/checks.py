@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 from tiermem.errors import ConfigError, StateError
 from tiermem.io.base import QueueOptions
 from tiermem.types import ALIGNMENT, format_bytes
@@ -49,6 +51,21 @@ def check_transfer(fd: int, offset: int, address: int, length: int) -> None:
             f"the address not 0, fd at most {MAX_DESCRIPTOR}, the address and offset + length at most "
             f"{MAX_OFFSET}"
         )
+
+
+def check_offset(offset: int, nbytes: int) -> int:
+    """``offset`` as an int. ValueError or TypeError if no file can hold ``nbytes`` there."""
+    try:
+        begin = operator.index(offset)
+    except TypeError:
+        raise TypeError(
+            f"offset is {offset!r}; it must be a whole number of bytes from the start of the file"
+        ) from None
+    if not 0 <= begin <= MAX_OFFSET - nbytes:
+        raise ValueError(
+            f"offset is {begin}; it must be 0 to {MAX_OFFSET - nbytes} for a transfer of {nbytes} bytes"
+        )
+    return begin
 
 
 def closed_error() -> StateError:

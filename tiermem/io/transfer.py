@@ -69,7 +69,7 @@ class Transfer:
         all of it) when the file was closed, else what the system says.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        failures: list[OSError] = []
+        failures: list[tuple[Request, OSError]] = []
         for part in self._parts:  # all of them, before any failure: until then the memory is in use
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
@@ -77,16 +77,16 @@ class Transfer:
             except TimeoutError:
                 raise TimeoutError(f"{self.context}: not complete after {timeout} s") from None
             except OSError as error:
-                failures.append(error)
+                failures.append((part, error))
         if failures:
             self._raised = True
-            raise self._failure(failures[0])
+            raise self._failure(*failures[0])
 
-    def _failure(self, first: OSError) -> TierIOError:
+    def _failure(self, part: Request, first: OSError) -> TierIOError:
         if first.errno == errno.ECANCELED:
             detail = "the file was closed before all of it had begun; wait before close()"
         else:
-            detail = str(first.args[1])
+            detail = part.failure()
         return TierIOError(first.errno or errno.EIO, self.context, detail)
 
     def __del__(self) -> None:
