@@ -53,3 +53,8 @@ def format_bytes(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.1f} TiB"
+
+
+def size_text(nbytes: int) -> str:
+    """A size as people write block sizes: ``2 MiB``."""
+    return format_bytes(nbytes).replace(".0 ", " ")
