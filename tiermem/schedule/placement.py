@@ -51,6 +51,7 @@ class HostRequest:
     transfer_bytes: int  # for groups on their way to or from an accelerator
     stripe_bytes: int  # resident parts are whole stripe units
     resident_limit: int | None
+    fill_bytes: int = 0  # needed once, before there are slots and gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +86,12 @@ def plan_host(groups: Sequence[GroupSize], request: HostRequest) -> HostPlan:
     smallest_sub_group = min(
         round_up(request.sub_group_numel or MIN_SUB_GROUP_NUMEL), max(round_up(largest), ALIGNMENT)
     )
-    smallest = fixed + (all_kept if must_keep else staging_bytes)
+    working = all_kept if must_keep else staging_bytes
     if needs_slots:
-        smallest += MIN_SLOTS * slot_bytes(
+        working += MIN_SLOTS * slot_bytes(
             smallest_sub_group, request.state_itemsize, request.grad_itemsize
         )
+    smallest = fixed + max(working, request.fill_bytes)
     used = request.total - request.budget
     if request.budget < smallest:
         raise BudgetError(
@@ -112,6 +114,7 @@ def plan_host(groups: Sequence[GroupSize], request: HostRequest) -> HostPlan:
         share = 0.6 if request.params is not Tier.DEVICE else 1.0
         num_staging = max(1, min(PREFERRED_STAGING, len(streams), int(free * share) // staging_bytes))
         free -= num_staging * staging_bytes
+    free = min(free, request.budget - fixed - request.fill_bytes)
     return _with_residents(
         groups,
         request,

@@ -6,6 +6,10 @@ sends each other rank that one's shard and adds up its own: in fp32, in rank ord
 number of ranks, rounded once. So the result does not depend on stage, timing, or the transport. At
 stage 0 the sums are then exchanged, so that all ranks have all of them.
 
+[Note: no_sync] Inside ``no_sync()`` nothing is reduced: each rank adds up its own gradients, whole and
+in fp32. The first backward outside reduces the sums with its own, group by group as ever; whatever
+uses gradients without one (``step()``, a norm, ``full_grad``) reduces them first.
+
 [Note: presence] Which parameters had a gradient may differ from rank to rank (a branch not taken). At
 the end of a backward that reduces, ranks tell each other; a parameter that had one anywhere has one
 everywhere, with zeros from the others. A group whose parameters all had one needs not wait for that.
@@ -14,7 +18,8 @@ everywhere, with zeros from the others. A group whose parameters all had one nee
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -77,7 +82,7 @@ class GradientReducer:
         self._loose: dict[ParamGroup, dict[ShardedParam, torch.Tensor]] = {}
         self.micro_steps = 0  # backwards since the last step
         self.unreduced = False  # one of them did not reduce
-        self.syncing = True  # outside of no_sync()
+        self.syncing = True  # outside of no_sync(), see [Note: no_sync]
 
     # ---- accumulation
 
@@ -89,6 +94,15 @@ class GradientReducer:
         declared = self._runtime.config.gradient_accumulation_steps
         late = self._runtime.config.stage < 2 and declared is not None
         return not late or self.micro_steps + 1 >= (declared or 1)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """See [Note: no_sync]."""
+        before, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = before
 
     def accumulate(self, param: ShardedParam, gradient: torch.Tensor) -> None:
         """Adds one parameter's gradient of this rank (its shape, any dtype)."""
@@ -112,16 +126,16 @@ class GradientReducer:
         again = param.index in own.present
         if flat.device.type != "cpu":
             flat = flat.cpu()
-        if again and not own.widened and destination.dtype != torch.float32:
-            destination.add_(flat)  # twice in one backward: in the parameter's precision, as torch does
-        else:
-            self._kernels.accumulate(destination, flat, add=again)
+        # In the parameter's precision what comes twice in one backward is rounded twice, as in torch.
+        self._kernels.reduce(destination, (flat,), 1.0, add=again)
         own.present.add(param.index)
 
     def _partial(self, group: ParamGroup) -> GroupGradient:
-        """The group's partial gradients; in fp32 if those of several backwards are added up."""
+        """The group's partial gradients; in fp32 if those of several backwards are added up, unless
+        the configuration says otherwise."""
         if group.partial is None:
-            wide = not self.reduces_now or self.unreduced
+            several = not self.reduces_now or self.unreduced
+            wide = several and self._gradients.adds_in_fp32
             own = GroupGradient(group, full=True, widened=wide)
             own.block = self._allocate(own.nbytes, f"gradients of {group.name!r}")
             own.tensor, _ = tensor_over(own.block.address, round_up(own.nbytes))
@@ -139,10 +153,18 @@ class GradientReducer:
             raise BudgetError(
                 f"{what} need {format_bytes(nbytes)} of host memory before they are reduced, "
                 f"{format_bytes(self._arena.free_bytes)} are free "
-                f"({format_bytes(self._arena.largest_free)} in one piece). Remedy: raise host_memory, "
-                f"or declare gradient_accumulation_steps so that they are planned for"
+                f"({format_bytes(self._arena.largest_free)} in one piece). Remedy: raise host_memory"
+                + self._other_remedy()
             )
         return block
+
+    def _other_remedy(self) -> str:
+        if self.syncing and not self.unreduced:
+            return ", or declare gradient_accumulation_steps so that they are planned for"
+        return (
+            ", or lower resident_memory (gradients that wait for the end of no_sync() are not planned "
+            "for), or do without no_sync()"
+        )
 
     def discard(self, group: ParamGroup) -> None:
         """Forgets what ``group`` has accumulated and not reduced."""

@@ -114,6 +114,7 @@ class Runtime:
         self.device_plan: DevicePlan | None = None
         self.pipeline = UpdatePipeline(self.store, self.host, self.kernels)
         self.gradients = GradientStore(self.store, self.host, self.kernels)
+        self.gradients.adds_in_fp32 = self.config.gradient_accumulation_dtype == "fp32"
         self.states = StateAccess(self.pipeline)
         self.gather = GatherScheduler(self, self.store, self.pipeline, self.host)
         self.forward = ForwardTracker(self)
