@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermem.types import ALIGNMENT
@@ -28,6 +28,7 @@ def specs(draw: st.DrawFn) -> list[ParamSpec]:
     return result
 
 
+@settings(deadline=None)
 @given(specs(), st.integers(min_value=1, max_value=67))
 def test_shards(params: list[ParamSpec], world_size: int) -> None:
     layout = plan_layout(params, world_size)
@@ -49,6 +50,7 @@ def test_shards(params: list[ParamSpec], world_size: int) -> None:
         assert unpadded.params == region.params
 
 
+@settings(deadline=None)
 @given(specs(), st.integers(min_value=1, max_value=67))
 def test_every_element_has_one_owner(params: list[ParamSpec], world_size: int) -> None:
     layout = plan_layout(params, world_size)
