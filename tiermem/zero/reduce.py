@@ -74,6 +74,7 @@ class GradientReducer:
         self._in_flight: deque[_Reduction] = deque()
         self._begun: set[ParamGroup] = set()  # in this backward
         self.micro_steps = 0  # backwards since the last step
+        self._steps = 0  # of all optimizers; see [Note: turns] (group.py)
         self.unreduced = False  # one of them did not reduce
         self.syncing = True  # outside of no_sync()
 
@@ -161,6 +162,7 @@ class GradientReducer:
     def stepped(self) -> None:
         """A step has taken the gradients."""
         self.micro_steps = 0
+        self._steps += 1
 
     def _reduce_rest(self) -> None:
         """See [Note: presence]."""
@@ -191,7 +193,7 @@ class GradientReducer:
         params = [param for group in groups for param in group.params]
         mine = torch.tensor([self._is_present(param) for param in params], dtype=torch.uint8)
         others = [None if r == comm.rank else torch.empty_like(mine) for r in range(comm.size)]
-        message = Message(Kind.PRESENCE, 0, "which gradients there are")
+        message = Message(Kind.PRESENCE, self._steps % 2, "which gradients there are", self._steps)
         exchange = comm.exchange(message, [None if o is None else mine for o in others], others)
         exchange.wait()
         union = mine.clone()
@@ -265,7 +267,7 @@ class GradientReducer:
             sends.append(None if mine else shard)
             receives.append(None if mine else theirs)
             parts.append(theirs)
-        message = Message(Kind.GRADIENTS, bucket.region.number, group.name)
+        message = group.message(Kind.GRADIENTS, bucket.region)
         reduction.exchanges.append(comm.exchange(message, sends, receives))
         reduction.parts.append(parts)
 
@@ -310,7 +312,7 @@ class GradientReducer:
         assert own is not None
         for region in group.regions:
             if region.trainable:
-                message = Message(Kind.GRADIENTS, region.number, group.name)
+                message = group.message(Kind.GRADIENTS, region)
                 for exchange in share_out(group.sharing, message, own.region_view(region)):
                     exchange.wait()
 

@@ -15,6 +15,7 @@ from tiermem.schedule.placement import DevicePlan
 from tiermem.store.records import Record, RecordSpec
 from tiermem.store.store import TieredStore
 from tiermem.types import Field, Tier, format_bytes, round_up
+from tiermem.zero.agreement import check_alike, share_buffers
 from tiermem.zero.forward import Unit
 from tiermem.zero.group import GroupTraits, ParamGroup, Region, StateRecord
 from tiermem.zero.guards import install_guards
@@ -43,8 +44,8 @@ def shard(
     dtype. A parameter that several modules share is initialised by the first.
 
     Over several ranks (``torch.distributed`` is initialised) all of them call it alike; ``mesh`` is the
-    one dimension of a `DeviceMesh` to shard over (default: all ranks). Values are those of its first
-    rank.
+    one dimension of a `DeviceMesh` to shard over (default: all ranks). Parameters and buffers take the
+    values of its first rank. Raises `StateError` on all ranks if models or configurations differ.
 
     Raises `BudgetError` (with the smallest budget that works), `TierIOError` (the paths have no room
     for what is to come), `StateError` and `TypeError` before anything is changed; `StateError` also
@@ -55,6 +56,7 @@ def shard(
     units = plan_units(model, wrap)
     comm = runtime.communicator(_group_of(mesh))
     groups = plan_groups(units, runtime.config, comm)
+    check_alike(comm, runtime.config, groups, model, 2 * runtime.next_region_number())
     host, device = plan_for_shard(
         groups,
         runtime.config,
@@ -89,6 +91,7 @@ def shard(
         mine = [g for g, planned in zip(made, groups, strict=True) if planned.unit == index]
         Filler(runtime, units[index], mine, names, initialise, images).fill()
     materialise_buffers(model, names, initialise, runtime.device)
+    share_buffers(comm, model, 2 * runtime.next_region_number())
     _install_hooks(runtime, units, groups, made, names)
     install_guards(model, made)
     modules = {group: units[plan.unit].module for group, plan in zip(made, groups, strict=True)}

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tiermem.comm import Kind, Message
+from tiermem.comm import Kind
 from tiermem.zero.group import ParamGroup
 from tiermem.zero.sharing import Exchanges, share_out
 
@@ -107,6 +107,6 @@ class SharedShards:
         most = self._runtime.config.allgather_bucket_numel
         parts = []
         for region in group.regions:
-            message = Message(Kind.PARAMS, region.number, group.name)
+            message = group.message(Kind.PARAMS, region)
             parts += share_out(group.sharing, message, group.region_view(region), most)
         group.exchange, group.under_way = Exchanges(parts, group.lease), True

@@ -87,6 +87,7 @@ class UpdateController:
         group.pending = owner.freeze(group, gradient)
         group.gradient = None
         group.version += 1
+        group.updates += 1
 
     def make_trainable(self, param: ShardedParam) -> None:
         """A parameter that was frozen when its model was sharded is to have gradients: its region
