@@ -5,7 +5,8 @@
 Both sides use the same warmed file (every extent written before), O_DIRECT and runs of equal
 length, one after the other in pairs; the ratios are medians over the pairs. fio gets the best of a
 grid of engines, block sizes, depths and buffer memory, found in a calibration pass before; see
-io_fio.py. ``--against backends`` compares our own native backends with each other instead.
+io_fio.py. ``--fio same`` gives it our block size and depth instead, to compare processor time.
+``--against backends`` compares our own native backends with each other instead.
 """
 
 from __future__ import annotations
@@ -38,9 +39,16 @@ import tiermem.io as tio
 from tiermem.store.mounts import find_mount
 from tiermem.types import format_bytes
 
-REQUEST_BYTES = 32 << 20
-WINDOW = 4  # requests queued per stream: the engine always finds the next one
+WINDOW = 2  # requests queued per stream: the engine always finds the next one
 NATIVE = [backend for backend in tio.BACKENDS if backend != "threads"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """A file of ``file_bytes``, moved by requests of ``request_bytes``."""
+
+    file_bytes: int
+    request_bytes: int
 
 
 class Stream:
@@ -49,7 +57,7 @@ class Stream:
     def __init__(self, bench: Bench, op: tio.Op, begin: int, end: int) -> None:
         self.bench, self.op, self.begin, self.end = bench, op, begin, end
         self.position = begin
-        self.base = bench.buffer.address + int(op) * WINDOW * REQUEST_BYTES
+        self.base = bench.buffer.address + int(op) * WINDOW * bench.request_bytes
         self.number = 0  # requests submitted
         self.waiting: deque[tio.Request] = deque()
 
@@ -57,9 +65,9 @@ class Stream:
         while self.waiting and self.waiting[0].done():
             self.waiting.popleft().wait()
         while len(self.waiting) < WINDOW:
-            address = self.base + self.number % WINDOW * REQUEST_BYTES
-            length = min(REQUEST_BYTES, self.end - self.position)
             bench = self.bench
+            address = self.base + self.number % WINDOW * bench.request_bytes
+            length = min(bench.request_bytes, self.end - self.position)
             self.waiting.append(
                 bench.engine.submit(bench.queue, self.op, bench.file.fd, self.position, address, length)
             )
@@ -81,15 +89,16 @@ class Bench:
     """A warmed file, an engine with one queue and buffers on huge pages, gone after `close`."""
 
     def __init__(
-        self, directory: str | os.PathLike[str], size: int, backend: str, options: tio.QueueOptions
+        self, directory: str | os.PathLike[str], work: Work, backend: str, options: tio.QueueOptions
     ) -> None:
         self._cleanup = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
             folder = tempfile.mkdtemp(prefix="tiermem-bench-", dir=directory)
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            self.size = size // (2 * REQUEST_BYTES) * 2 * REQUEST_BYTES
+            self.request_bytes = work.request_bytes
+            self.size = work.file_bytes // (2 * self.request_bytes) * 2 * self.request_bytes
             self.file = stack.enter_context(tio.StorageFile.create(Path(folder) / "data", self.size))
-            self.buffer = stack.enter_context(tio.aligned_buffer(2 * WINDOW * REQUEST_BYTES))
+            self.buffer = stack.enter_context(tio.aligned_buffer(2 * WINDOW * self.request_bytes))
             self._engines: dict[str, tuple[tio.Engine, int]] = {}
             stack.callback(self._close_engines)
             self.options = options
@@ -113,13 +122,13 @@ class Bench:
 
     def _warm(self) -> None:
         for op in tio.Op:
-            half = WINDOW * REQUEST_BYTES
+            half = WINDOW * self.request_bytes
             with self.buffer.view[op * half : op * half + half] as part:
                 block = os.urandom(1 << 20)
                 for at in range(0, half, len(block)):
                     part[at : at + len(block)] = block
         stream = Stream(self, tio.Op.WRITE, 0, self.size)
-        for _ in range(0, self.size, REQUEST_BYTES):
+        for _ in range(0, self.size, self.request_bytes):
             stream.top_up()
             stream.waiting[0].wait()
         stream.drain()
@@ -206,6 +215,17 @@ def summary(ours: dict[str, list[Figures]], theirs: dict[str, list[Figures]]) ->
     return report
 
 
+def fio_setting(
+    target: io_fio.Target, mode: str, arguments: argparse.Namespace, huge: bool
+) -> io_fio.Setting:
+    if arguments.fio == "same":
+        depth = max(arguments.read_depth, arguments.write_depth)
+        memory = "mmaphuge" if huge else "malloc"
+        return io_fio.Setting("io_uring", True, str(arguments.chunk), depth, memory)
+    grid = io_fio.grid(full=not arguments.quick, huge=huge)
+    return io_fio.best(target, mode, grid, arguments.seconds / 2)
+
+
 def compare(bench: Bench, arguments: argparse.Namespace, log: object) -> dict[str, object]:
     say = print if log else (lambda *_: None)
     against_fio = arguments.against == "fio"
@@ -215,9 +235,8 @@ def compare(bench: Bench, arguments: argparse.Namespace, log: object) -> dict[st
     target = io_fio.Target(bench.file.path, bench.size, bench.file.direct)
     with io_fio.reserved_huge_pages() if against_fio else contextlib.nullcontext(False) as huge:
         for mode in MODES if against_fio else ():
-            grid = io_fio.grid(full=not arguments.quick, huge=huge)
-            settings[mode] = io_fio.best(target, mode, grid, arguments.seconds / 2)
-            say(f"fio's best for {mode}: {settings[mode]}")
+            settings[mode] = fio_setting(target, mode, arguments, huge)
+            say(f"fio for {mode}: {settings[mode]}")
         for pair in range(arguments.pairs):
             for mode in MODES:
                 sides = ["ours", "fio"] if pair % 2 == 0 else ["fio", "ours"]
@@ -272,17 +291,31 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--against", choices=("fio", "backends", "none"), default="fio")
     parser.add_argument("--directory", default=".", help="a directory on the drive to measure")
     parser.add_argument("--size", type=argument.size, default=2 * GIB, help="of the file, e.g. 2GiB")
+    parser.add_argument(
+        "--request",
+        type=argument.size,
+        default=128 << 20,
+        help="bytes per request; the smaller, the more of Python is in the CPU figures (fio has none)",
+    )
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each run")
     parser.add_argument("--backend", default="auto", help=f"auto, {', '.join(tio.BACKENDS)}")
     parser.add_argument("--chunk", type=argument.size, default=defaults.chunk_bytes)
     parser.add_argument("--read-depth", type=int, default=defaults.read_depth)
     parser.add_argument("--write-depth", type=int, default=defaults.write_depth)
+    parser.add_argument(
+        "--fio",
+        choices=("best", "same"),
+        default="best",
+        help="best: its fastest setting; same: io_uring with our blocks and depth, to compare CPU",
+    )
     parser.add_argument("--quick", action="store_true", help="calibrate fio at 1 MiB blocks only")
     parser.add_argument("--json", action="store_true", help="only the JSON line")
     arguments = parser.parse_args()
-    if arguments.size < 4 * REQUEST_BYTES or arguments.pairs < 1 or arguments.seconds <= 0:
-        parser.error("--size is at least 128MiB, --pairs at least 1, --seconds above 0")
+    if arguments.request < 4096 or arguments.request % 4096:
+        parser.error("--request is a multiple of 4096 bytes")
+    if arguments.size < 4 * arguments.request or arguments.pairs < 1 or arguments.seconds <= 0:
+        parser.error("--size is at least 4 requests, --pairs at least 1, --seconds above 0")
     if arguments.against == "fio" and shutil.which("fio") is None:
         print("fio is not installed: measuring ours only", file=sys.stderr)
         arguments.against = "none"
@@ -294,7 +327,8 @@ def main() -> None:
     # SIGTERM unwinds like Ctrl-C, so that the file goes in every case.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options = tio.QueueOptions(arguments.chunk, arguments.read_depth, arguments.write_depth)
-    with Bench(arguments.directory, arguments.size, arguments.backend, options) as bench:
+    work = Work(arguments.size, arguments.request)
+    with Bench(arguments.directory, work, arguments.backend, options) as bench:
         chosen = bench.engine
         action = compare_backends if arguments.against == "backends" else compare
         report = action(bench, arguments, not arguments.json)
@@ -304,6 +338,7 @@ def main() -> None:
             "backend_reason": chosen.reason,
             "registration": chosen.registration,
             "size": format_bytes(bench.size),
+            "request": format_bytes(bench.request_bytes),
         }
     report |= {
         "options": dataclasses.asdict(options),

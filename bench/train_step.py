@@ -118,7 +118,8 @@ def measure_bandwidth(directory: str, seconds: float) -> Bandwidth:
     bench_io = load_io_bench()
     import tiermem.io as tio
 
-    with bench_io.Bench(directory, 2 << 30, "auto", tio.QueueOptions()) as bench:
+    work = bench_io.Work(file_bytes=2 << 30, request_bytes=32 << 20)
+    with bench_io.Bench(directory, work, "auto", tio.QueueOptions()) as bench:
         bench.run("duplex", seconds / 4)
         runs = {mode: bench.run(mode, seconds) for mode in ("read", "write", "duplex")}
     return Bandwidth(

@@ -22,6 +22,7 @@ typedef struct tm_request tm_request; /* one transfer; freed by tm_request_free 
 enum { TM_OP_READ = 0, TM_OP_WRITE = 1 };
 enum { TM_PRIORITY_DEMAND = 0, TM_PRIORITY_BACKGROUND = 1 };
 enum { TM_FAULT_ERROR = 0, TM_FAULT_SHORT = 1, TM_FAULT_SUBMIT_ERROR = 2, TM_FAULT_PARTIAL_SUBMIT = 3 };
+enum { TM_FAULT_REAP_ERROR = 4 }; /* once that chunk was handed over, its queue cannot collect any more */
 enum { TM_BACKEND_LIBAIO = 0, TM_BACKEND_IO_URING = 1, TM_BACKEND_THREADS = 2 };
 
 typedef struct {
@@ -78,7 +79,10 @@ typedef struct {
 /* -ENOSYS and others where the backend does not work here: it is set up once, as for a queue. */
 int tm_engine_create(uint32_t backend, tm_engine **out);
 int tm_engine_add_queue(tm_engine *engine, const tm_queue_options *options, uint32_t *queue);
-/* Starts count transfers with one hand-over, in their order; out takes as many. All of them or none. */
+/* Starts count transfers with one hand-over, in their order; out takes as many. All of them or none.
+ * When the backend of a queue fails for good, so that ends can no longer be collected, everything
+ * submitted to it ends with that error (what the kernel has, when it is done with the memory), and
+ * so does each further submit. */
 int tm_engine_submit(tm_engine *engine, uint32_t queue, uint32_t count, const tm_io *ios,
                      tm_request **out);
 int tm_engine_copy(tm_engine *engine, void *destination, const void *source, uint64_t length,

@@ -168,9 +168,9 @@ int tm_engine_copy(tm_engine *engine, void *destination, const void *source, uin
 
 int tm_engine_inject(tm_engine *engine, const tm_fault *fault) {
   if (is_foreign(engine)) return -ECHILD;
-  if (fault->op >= TM_NUM_OPS || fault->kind > TM_FAULT_PARTIAL_SUBMIT || fault->error < 0)
+  if (fault->op >= TM_NUM_OPS || fault->kind > TM_FAULT_REAP_ERROR || fault->error < 0)
     return -EINVAL;
-  bool needs_errno = fault->kind == TM_FAULT_ERROR || fault->kind == TM_FAULT_SUBMIT_ERROR;
+  bool needs_errno = fault->kind != TM_FAULT_SHORT && fault->kind != TM_FAULT_PARTIAL_SUBMIT;
   if (fault->repeat && needs_errno && !fault->error) return -EINVAL;
   pthread_mutex_lock(&engine->faults.mutex);
   engine->faults.armed = *fault;

@@ -1,7 +1,8 @@
 /* engine.h: what the parts of the I/O engine share. Private; the interface is tiermem.h.
  *
- * Layers: engine.c (handles, life cycle) over engine_queue.c (one thread per path: priorities,
- * chunks, depth limits, faults, latencies) over a backend (aio.c, uring.c, threads.c), which only moves chunks.
+ * Layers: engine.c (handles, life cycle) over engine_queue.c (one thread per path, priorities) and
+ * engine_chunk.c (chunks, depth limits, faults, latencies) over a backend (aio.c, uring.c, threads.c),
+ * which only moves chunks.
  * A backend is the functions of tm_backend; it knows neither requests nor priorities nor faults.
  */
 #ifndef TM_ENGINE_H
@@ -46,9 +47,13 @@ typedef struct {
   int (*setup)(uint32_t depth, void **state);
   /* How many of the first transfers were accepted (may be fewer), or -errno about the first. */
   int (*submit)(void *state, const tm_transfer *const *transfers, uint32_t count);
-  /* Up to max completions. Sleeps until there is one or wake is called (then maybe 0). */
+  /* Up to max completions. Sleeps until there is one or wake is called (then maybe 0). -errno: it
+   * will not work again; nothing but num_ended and teardown follows. */
   int (*reap)(void *state, tm_completion *completions, uint32_t max);
   void (*wake)(void *state);
+  /* After reap has failed for good: how many transfers have ended and were not reaped, as far as
+   * memory shared with the kernel tells. */
+  uint32_t (*num_ended)(void *state);
   void (*teardown)(void *state);
   void (*abandon)(void *state); /* in a forked child: release the copies, touch nothing shared */
   /* See tm_engine_register. All three NULL where a backend has no use for it. */
@@ -133,7 +138,8 @@ typedef struct tm_queue tm_queue;
 
 int tm_queue_create(const tm_backend *backend, const tm_queue_options *options,
                     tm_fault_point *faults, tm_queue **out);
-int tm_queue_push(tm_queue *queue, tm_list requests); /* all; -ESHUTDOWN after close */
+int tm_queue_push(tm_queue *queue, tm_list requests); /* all, or none: -ESHUTDOWN after close, -errno
+                                                       * after a failure */
 void tm_queue_cancel(tm_queue *queue);                   /* what has not begun: -ECANCELED */
 void tm_queue_close(tm_queue *queue);                    /* drains, joins; idempotent */
 void tm_queue_free(tm_queue *queue);                     /* after close */

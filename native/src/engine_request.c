@@ -48,8 +48,9 @@ void tm_request_note(tm_request *request, int32_t status, uint64_t at, uint64_t 
 void tm_request_finish(tm_request *request) {
   pthread_mutex_lock(&request->mutex);
   atomic_store_explicit(&request->done, true, memory_order_release);
-  pthread_cond_broadcast(&request->changed);
   pthread_mutex_unlock(&request->mutex);
+  /* After the unlock, or those it wakes go to sleep again on the mutex. Our reference keeps it. */
+  pthread_cond_broadcast(&request->changed);
   request_unref(request);
 }
 

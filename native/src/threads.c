@@ -122,6 +122,14 @@ static int threads_reap(void *opaque, tm_completion *completions, uint32_t max) 
   return (int)count;
 }
 
+static uint32_t threads_num_ended(void *opaque) {
+  threads_state *state = opaque;
+  pthread_mutex_lock(&state->mutex);
+  uint32_t count = state->num_ended;
+  pthread_mutex_unlock(&state->mutex);
+  return count;
+}
+
 static void threads_wake(void *opaque) {
   threads_state *state = opaque;
   pthread_mutex_lock(&state->mutex);
@@ -139,6 +147,7 @@ const tm_backend tm_backend_threads = {
     .submit = threads_submit,
     .reap = threads_reap,
     .wake = threads_wake,
+    .num_ended = threads_num_ended,
     .teardown = threads_teardown,
     .abandon = threads_abandon,
 };

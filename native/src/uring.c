@@ -8,6 +8,11 @@
  * [Note: wake by poll] wake() writes to an eventfd, on which one poll request is in flight whenever
  * the thread sleeps. A poll looks at readiness when it starts, so a wake between two polls is seen.
  *
+ * Waiting for several completions at once (min_wait_usec of 6.12) was measured, too: a sixth of the
+ * calls at writes, and no less processor time, since a drive's completions come in bursts anyway.
+ * IORING_SETUP_DEFER_TASKRUN is not used: what has ended would show only while io_uring_enter
+ * works, so that a queue whose ring fails could not tell when the kernel is done with the memory.
+ *
  * Registered files were measured and left out: at 2 MiB a transfer, fio took 5.2 ms of processor time
  * per GiB read with them and 4.7 without (both with registered buffers; 7 to 9 without those).
  */
@@ -252,6 +257,14 @@ static int uring_reap(void *opaque, tm_completion *completions, uint32_t max) {
   return !count && rc < 0 && rc != -EINTR && rc != -EAGAIN ? rc : count;
 }
 
+static uint32_t uring_num_ended(void *opaque) {
+  uring_state *state = opaque;
+  uint32_t count = 0, tail = load(state->cq_tail);
+  for (uint32_t head = *state->cq_head; head != tail; head++)
+    if (state->cqes[head & state->cq_mask].user_data != WAKE_TAG) count++;
+  return count;
+}
+
 static void uring_wake(void *opaque) {
   uring_state *state = opaque;
   uint64_t one = 1;
@@ -288,6 +301,7 @@ const tm_backend tm_backend_io_uring = {
     .submit = uring_submit,
     .reap = uring_reap,
     .wake = uring_wake,
+    .num_ended = uring_num_ended,
     .teardown = uring_teardown,
     .abandon = uring_abandon,
     .add_memory = uring_add_memory,

@@ -1,4 +1,5 @@
-/* Four threads on one queue, with faults, copies, a fork and a close in flight; for sanitizers.
+/* Four threads on one queue, with faults, copies, a fork and a close in flight, and a queue
+ * that breaks; for sanitizers.
  * usage: engine_stress BACKEND FILE (made and deleted at once). Prints ok, or "skip" where the backend
  * does not work. Half of the memory is registered, and other memory comes and goes meanwhile. */
 #define _GNU_SOURCE
@@ -106,6 +107,41 @@ static void cancel_some(char *buffer) {
   CHECK(tm_engine_cancel(engine, queue + 1) == -EINVAL);
 }
 
+/* A queue that can no longer collect: four threads submit to it until it refuses, and all hear of it.
+ * The memory is used again at once, which the thread sanitizer and the values would tell. */
+static void *submit_until_refused(void *argument) {
+  char *buffer = argument;
+  uint32_t broken = queue + 1;
+  memset(buffer, 0x5a, HALF / 4);
+  for (int i = 0, rc = 0; rc == 0; i++) {
+    tm_request *request;
+    tm_result result;
+    tm_io io = {.op = TM_OP_READ, .priority = i & 1, .fd = fd, .buffer = buffer, .length = HALF / 4};
+    rc = tm_engine_submit(engine, broken, 1, &io, &request);
+    CHECK(rc == 0 || rc == -EPERM);
+    if (rc) break;
+    CHECK(tm_request_wait(request, -1) == 0 && tm_request_result(request, &result) == 0);
+    CHECK(result.status == 0 || result.status == -EPERM);
+    memset(buffer, 0x5a, HALF / 4);
+    tm_request_free(request);
+  }
+  for (int i = 0; i < HALF / 4; i += PIECE / 4) CHECK(buffer[i] == 0x5a);
+  return NULL;
+}
+
+static void break_queue(char *buffer) {
+  tm_queue_options options = {.chunk_bytes = PIECE, .read_depth = 8, .write_depth = 4};
+  tm_fault fault = {.op = TM_OP_READ, .kind = TM_FAULT_REAP_ERROR, .error = EPERM, .nth = 100, .repeat = 1};
+  pthread_t threads[NUM_THREADS];
+  uint32_t broken;
+  CHECK(tm_engine_add_queue(engine, &options, &broken) == 0 && broken == queue + 1);
+  CHECK(tm_engine_inject(engine, &fault) == 0);
+  for (int i = 0; i < NUM_THREADS; i++)
+    CHECK(pthread_create(&threads[i], NULL, submit_until_refused, buffer + i * HALF / 4) == 0);
+  for (int i = 0; i < NUM_THREADS; i++) pthread_join(threads[i], NULL);
+  CHECK(tm_engine_cancel(engine, broken) == 0);
+}
+
 /* In the child nothing may hang. */
 static void fork_with(tm_request *in_flight) {
   int status;
@@ -136,6 +172,7 @@ static void run(void) {
   for (int i = 0; i < NUM_THREADS; i++) pthread_join(threads[i], NULL);
   CHECK(posix_memalign((void **)&buffer, 4096, HALF) == 0);
   cancel_some(buffer);
+  break_queue(buffer);
   tm_request *request = start(TM_OP_READ, 0, buffer, HALF, 0);
   fork_with(request);
   CHECK(tm_engine_close(engine) == 0);

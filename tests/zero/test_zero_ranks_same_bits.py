@@ -18,7 +18,13 @@ Job = tuple[dict[str, Any], dict[str, Any]]
 
 
 def train_all(rank: int, size: int, jobs: list[Job]) -> list[Trained]:
-    return [train(rank, size, {**SMALL, **config}, **options) for config, options in jobs]
+    results = []
+    for config, options in jobs:
+        try:
+            results.append(train(rank, size, {**SMALL, **config}, **options))
+        except Exception as error:
+            raise AssertionError(f"{config}, {options}") from error
+    return results
 
 
 def placements(path: Path) -> list[dict[str, Any]]:

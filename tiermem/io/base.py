@@ -54,6 +54,7 @@ class FaultKind(enum.IntEnum):
     SHORT = 1  # the chunk transfers only half of its bytes (at least one block less)
     SUBMIT_ERROR = 2  # the submission itself returns -errno (EINTR, EAGAIN)
     PARTIAL_SUBMIT = 3  # the kernel accepts only the first chunk of a batch
+    REAP_ERROR = 4  # once it was handed over, the queue can no longer collect what has ended
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,8 @@ ffi: Any = _native.ffi
 lib: Any = _native.lib
 
 _WAIT_SLICE_SECONDS = 0.5  # a wait without end comes back this often, so that Ctrl-C works
+# Why one submit may be refused; any other error is a queue's whose backend has failed.
+_REFUSALS_OF_ONE = (-errno.EINVAL, -errno.ENOMEM, -errno.ESHUTDOWN, -errno.ECHILD)
 _NO_FAULT = (0, lib.TM_FAULT_ERROR, 0, 0, 0)
 
 
@@ -45,8 +47,10 @@ class NativeRequest(PendingRequest):
         self._pid = pid
 
     def _await(self, timeout: float | None) -> Outcome | None:
-        deadline = None if timeout is None else time.monotonic() + timeout
         code = lib.tm_request_wait(self._handle, 0)
+        if timeout == 0 and code == -errno.ETIMEDOUT:
+            return None  # the common question, once per visit of a caller with work of its own
+        deadline = None if timeout is None else time.monotonic() + timeout
         while code == -errno.ETIMEDOUT:
             left = _WAIT_SLICE_SECONDS if deadline is None else deadline - time.monotonic()
             if left <= 0:
@@ -87,6 +91,15 @@ class NativeEngine:
         if code == -errno.ECHILD:
             raise checks.forked_error(self._pid)
         raise OSError(-code, f"{action} failed: {os.strerror(-code)}")
+
+    def _check_refusal(self, code: int, operation: str) -> None:
+        if code in _REFUSALS_OF_ONE:
+            self._check(code, f"submitting a {operation}")
+        raise OSError(
+            -code,
+            f"{self.name} failed with {os.strerror(-code)!r} and this queue takes no more transfers; "
+            "close the engine and open another",
+        )
 
     def add_queue(self, options: QueueOptions) -> int:
         """A new path queue; its number. OSError, with the remedy, where the system refuses it."""
@@ -144,7 +157,8 @@ class NativeEngine:
         out = ffi.new("tm_request *[]", len(moves))
         operation = "read" if op == Op.READ else "write"
         code = lib.tm_engine_submit(self._handle, queue, len(moves), ios, out)
-        self._check(code, f"submitting a {operation}")
+        if code:
+            self._check_refusal(code, operation)
         return [
             NativeRequest(handle, operation, offset, length, owner, self._pid)
             for handle, (_, offset, _, length) in zip(out, moves, strict=True)

@@ -165,7 +165,7 @@ def _run_chunk(op: Op, chunk: _Chunk) -> int:
                 return status
         elif fault.kind == FaultKind.SHORT:
             report_at_most = _shortened(chunk)
-        # PARTIAL_SUBMIT: nothing is submitted in batches here, so there is nothing to cut.
+        # PARTIAL_SUBMIT, REAP_ERROR: nothing is submitted in batches or collected here.
     raw = (ctypes.c_char * chunk.length).from_address(request.address + chunk.at)
     view = memoryview(raw).cast("B")
     last_end = -1

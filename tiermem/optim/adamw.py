@@ -170,7 +170,7 @@ class AdamW(torch.optim.Optimizer):
         if updates.in_backward:
             self._check_unchanged()
         for group in self._groups():
-            if group.pending is not None and group not in updates.updated:
+            if (group.pending is not None or group.owed) and group not in updates.updated:
                 runtime.gather.apply_pending([group])
         for group in self._groups():
             if group.gradient is not None and group.gradient.present:

@@ -238,7 +238,7 @@ def _share(free: int, total: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """The division of the device budget."""
+    """The division of the device budget. ``persistent_bytes``: parameters that stay, and states."""
 
     budget: int
     persistent_bytes: int
@@ -247,12 +247,17 @@ class DevicePlan:
 
 
 def plan_device(
-    groups: Sequence[GroupSize], working_bytes: int, budget: int | None, prefetch: int | None
+    groups: Sequence[GroupSize],
+    working_bytes: int,
+    budget: int | None,
+    prefetch: int | None,
+    states_bytes: int = 0,
 ) -> DevicePlan:
     """Divides the device budget. ``working_bytes`` is the most that one use needs at once (a group
-    with the groups that enclose it). Without a budget: room to work and to fetch ahead three
-    groups (or ``prefetch`` bytes). Raises `BudgetError` with the smallest budget that works."""
-    persistent = sum(round_up(g.param_bytes) for g in groups if g.persistent)
+    with the groups that enclose it); ``states_bytes`` of optimizer states lie on the device too.
+    Without a budget: room to work and to fetch ahead three groups (or ``prefetch`` bytes). Raises
+    `BudgetError` with the smallest budget that works."""
+    persistent = states_bytes + sum(round_up(g.param_bytes) for g in groups if g.persistent)
     smallest = persistent + working_bytes
     largest = max((g.param_bytes for g in groups if not g.persistent), default=0)
     if budget is None:
@@ -261,8 +266,8 @@ def plan_device(
         raise BudgetError(
             f"device_memory is {format_bytes(budget)} ({budget} bytes); the smallest that works is "
             f"{format_bytes(smallest)} ({smallest} bytes): {format_bytes(persistent)} of persistent "
-            f"parameters and {format_bytes(working_bytes)} for the largest group with what encloses "
-            f"it. Raise device_memory, or wrap smaller modules"
+            f"parameters and states, and {format_bytes(working_bytes)} for the largest group with "
+            f"what encloses it. Raise device_memory, or wrap smaller modules"
         )
     room = budget - smallest
     return DevicePlan(budget, persistent, room if prefetch is None else min(prefetch, room), smallest)

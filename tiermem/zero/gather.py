@@ -67,7 +67,7 @@ class GatherScheduler:
 
     def unshard(self, group: ParamGroup, *, traced: bool = True) -> None:
         """Parameters of ``group`` in their slots, ready to compute with."""
-        if group.state is ShardedState.UNSHARDED and group.pending is None:
+        if group.state is ShardedState.UNSHARDED and group.pending is None and group.whole:
             return
         self.fetch(group, traced=traced)
         if group.state is not ShardedState.UNSHARDED:
@@ -90,6 +90,8 @@ class GatherScheduler:
 
     def vacate(self, groups: Sequence[ParamGroup] = ()) -> None:
         """Drops every lease that nobody needs now but, perhaps, one use of ``groups``."""
+        if any(group.sharded for group in self.groups):
+            self.apply_pending()  # so that all ranks drop the same ones
         for group in self.groups:
             uses = int(group in groups)
             if group.uses > uses or group.job is not None or group.committed:
@@ -115,9 +117,10 @@ class GatherScheduler:
         if group.sharded and (group.lease is None or group.ahead or group.leaving):
             self.room.make_way(group)
         self.gather(group, demand=True)
-        group.ahead = group.leaving = False
+        group.ahead = group.leaving = group.owed = False
         self.ready(group)
         self.shares.make_whole(group)
+        group.committed = False
 
     def reshard(self, group: ParamGroup) -> None:
         """Takes the parameters out of their slots; the lease stays until it is needed."""
@@ -249,7 +252,6 @@ class GatherScheduler:
             raise
         self._lease_writes.extend(job.writes)
         group.job = group.transfer = group.pending = None
-        group.whole = group.sharing.alone or group.sharing.stage == 0
         self._images.deliver(group, self._lease_writes)
         if group.leaving:
             group.leaving = False
@@ -299,6 +301,10 @@ class GatherScheduler:
 
     def drop(self, group: ParamGroup) -> None:
         """Gives up the group's lease; what the user wrote goes to the store first."""
+        if group.job is not None:
+            self._finish_job(group)
+        if group.lease is None:
+            return  # it was leaving
         if group.transfer is not None:
             self._finish_read(group)
         self.settle(group)
@@ -324,6 +330,8 @@ class GatherScheduler:
 
     def finish_moves(self, group: ParamGroup) -> None:
         """Afterwards nothing reads or writes the group's lease."""
+        if group.job is not None:
+            self._finish_job(group)
         if group.transfer is not None:
             self._finish_read(group)
         self.shares.finish(group)
@@ -419,7 +427,9 @@ class GatherScheduler:
 
     def apply_pending(self, groups: Iterable[ParamGroup] | None = None) -> None:
         """Applies the pending updates of ``groups`` (all), in order of use, and waits."""
-        todo = [g for g in (self.groups if groups is None else groups) if g.pending is not None]
+        among = list(self.groups if groups is None else groups)
+        owed = any(group.owed for group in among)
+        todo = [group for group in among if group.pending is not None]
         order = self.trace.distance()
         todo.sort(key=lambda g: order.get(g.index, len(order)))
         for position, group in enumerate(todo):
@@ -428,7 +438,9 @@ class GatherScheduler:
                 if not self.gather(following, demand=False):
                     break
             self.ready(group)
-        if todo:
+        for group in among:
+            group.owed = False
+        if owed:
             self._forget_alike()
 
     def _forget_alike(self) -> None:

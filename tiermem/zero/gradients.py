@@ -188,8 +188,13 @@ class GradientStore:
             )
         if flat.device.type != "cpu":
             flat = flat.cpu()
+        held = own.held(param)
+        flat = flat[held.start : held.stop]
         own.sum_squares[param.index] = self._kernels.accumulate(destination, flat, add=again)
         own.present.add(param.index)
+        if not group.sharing.alone:
+            own.sum_squares[param.index] = math.nan
+            self.sum_squares_of(param)
 
     def open(self, group: ParamGroup) -> GroupGradient:
         """The group's gradients, in memory."""

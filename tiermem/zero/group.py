@@ -331,8 +331,9 @@ class ParamGroup:
         self.whole = False  # see [Note: whole leases]
         self.exchange: Exchanges | None = None  # of parameters, with all others; may be over
         self.under_way = False  # ``exchange`` is for the present values
-        self.committed = False  # see [Note: commitments] (gather.py)
-        self.ahead = False  # fetched, and not used since
+        self.committed = False  # see [Note: commitments] (shares.py); until it is used
+        self.ahead = False  # committed or fetched, and not used since
+        self.owed = False  # an update was frozen, and the group not used since
         self.leaving = False  # updated inside backward; gives its lease up when that is done
         self.pending: PendingUpdate | None = None
         self.job: UpdateJob | None = None

@@ -186,9 +186,10 @@ def plan_for_shard(
         states = sum(s.state_bytes + 16 * 4096 for s in sizes)
     device = plan_device(
         held,
-        _working_bytes(groups) + states,
+        _working_bytes(groups),
         int(config.device_memory) if config.device_memory is not None else None,
         int(config.prefetch_bytes) if config.prefetch_bytes is not None else None,
+        states,
     )
     return host, device
 

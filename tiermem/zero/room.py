@@ -140,7 +140,8 @@ class DeviceRoom:
             if self._may_live([*live, group]):
                 return
             distance = self._gather.trace.distance()
-            idle = {g.index: g for g in live if is_idle(g) and not self._runtime.backward.pins(g)}
+            pins = self._runtime.backward.pins
+            idle = {g.index: g for g in live if is_idle(g, or_updating=True) and not pins(g)}
             index = choose_victim(idle.keys(), distance)
             victim = self._least_recently_used(group) if index is None else idle[index]
             if victim is None:
@@ -158,17 +159,18 @@ class DeviceRoom:
     def _move_together(self, wanted: ParamGroup) -> None:
         """Free memory is in pieces: groups that nobody computes with are lent anew, side by side."""
         assert self.pool is not None
-        idle = [g for g in self._runtime.groups if g is not wanted and is_idle(g)]
+        idle = [g for g in self._runtime.groups if g is not wanted and is_idle(g, or_updating=True)]
         logger.info("device memory is in pieces; moving %d groups for %r", len(idle), wanted.name)
         contents = []
         for group in idle:
             self._gather.finish_moves(group)
-            assert group.lease is not None
-            contents.append(group.lease.tensor.clone())
+            if group.lease is None:
+                continue
+            contents.append((group, group.lease.tensor.clone()))
             self._gather.take_lease(group, None)
         self._gather.finish_writes()
         first = self.pool.lend(wanted.nbytes, wanted.name)  # only to see to its place
-        for group, content in zip(idle, contents, strict=True):
+        for group, content in contents:
             lease = self.pool.lend(group.nbytes, group.name)
             if lease is None:
                 raise BudgetError(self._full_message(group))
@@ -191,15 +193,16 @@ class DeviceRoom:
         )
 
 
-def is_idle(group: ParamGroup, uses: int = 0) -> bool:
-    """Whether nobody computes with the lease of ``group``, but ``uses`` uses that do not count."""
+def is_idle(group: ParamGroup, uses: int = 0, *, or_updating: bool = False) -> bool:
+    """Whether nobody computes with the lease of ``group``, but ``uses`` uses that do not count and,
+    perhaps, an update."""
     return (
         group.lease is not None
         and not group.persistent
         and not group.anchored
         and group.state is ShardedState.GATHERING
         and group.uses <= uses
-        and group.job is None
+        and (group.job is None or or_updating)
     )
 
 

@@ -289,6 +289,8 @@ class Runtime:
         errors: list[Exception] = []
         if not self.torn and not self._failed:
             self._attempt(self.drain, errors)
+        if not errors and not self.torn and not self._failed:
+            self._attempt(self.gather.shares.honour_all, errors)
         for error in errors:
             self._tell_others(error)
         self._closed = True

@@ -55,6 +55,11 @@ def shard(
     runtime.check_usable()
     units = plan_units(model, wrap)
     comm = runtime.communicator(_group_of(mesh))
+    if comm.size > 1 and runtime.device.type != "cpu":
+        raise StateError(
+            f"{comm.size} ranks on {runtime.device.type} are not supported yet: ranks exchange host "
+            f"memory. Remedy: device: 'cpu', or one rank"
+        )
     groups = plan_groups(units, runtime.config, comm)
     check_alike(comm, runtime.config, groups, model, 2 * runtime.next_region_number())
     host, device = plan_for_shard(

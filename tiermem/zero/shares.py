@@ -43,7 +43,7 @@ class SharedShards:
         near = set(self._gather.trace.upcoming(len(groups), next_pass=next_pass))
         for group in (groups[index] for index in window if index in near):
             if not group.sharing.alone and not (group.lease is not None and group.whole):
-                group.committed = True
+                group.committed = group.ahead = True
 
     def advance(self) -> None:
         """Starts committed exchanges of groups whose shard is at hand."""
@@ -54,7 +54,7 @@ class SharedShards:
         for group in committed:
             reading = group.transfer is not None and not group.transfer.done()
             updating = group.job is not None or group.pending is not None
-            if group.lease is not None and not reading and not updating:
+            if group.lease is not None and not group.whole and not reading and not updating:
                 self._gather.ready(group)
                 self._start(group)
 
@@ -68,7 +68,7 @@ class SharedShards:
         assert group.exchange is not None
         group.exchange.wait_received()
         self.stall_seconds += time.perf_counter() - started
-        group.whole, group.committed, group.under_way = True, False, False
+        group.whole, group.under_way = True, False
 
     def honour(self, group: ParamGroup) -> None:
         """Sees to what was committed for ``group``, before its values change."""
@@ -76,6 +76,12 @@ class SharedShards:
             self._gather.gather(group, demand=True)
             self._gather.ready(group)
             self.make_whole(group)
+            group.committed = False
+
+    def honour_all(self) -> None:
+        """At the end of a run: some ranks may have begun what others have not."""
+        for group in self._runtime.groups:
+            self.honour(group)
 
     def finish(self, group: ParamGroup) -> None:
         """Afterwards no exchange reads or writes the group's lease."""

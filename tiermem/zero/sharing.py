@@ -56,13 +56,18 @@ class Sharing:
         """Whether this rank keeps only its shard of the parameters between uses."""
         return not self.alone and not self.stays
 
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether an update on this rank updates all parameters of the group."""
+        return self.alone or self.stage == 0
+
     def shard(self, region: RegionLayout) -> Span:
         """What this rank reduces and sends of ``region``."""
         return region.shard(self.comm.rank, self.comm.size)
 
     def owned(self, region: RegionLayout) -> Span:
         """What this rank updates of ``region``, and keeps states and gradients of."""
-        return Span(0, region.numel) if self.stage == 0 or self.alone else self.shard(region)
+        return Span(0, region.numel) if self.keeps_whole else self.shard(region)
 
     def record_parts(self, layout: GroupLayout) -> tuple[RecordPart, ...]:
         """What the record of parameters holds, in its order; every number a multiple of 4096."""

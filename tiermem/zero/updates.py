@@ -78,7 +78,7 @@ class UpdateController:
 
     def freeze(self, group: ParamGroup, owner: OptimizerLink) -> None:
         """From here on the group's gradients belong to its pending update."""
-        if group.pending is not None:
+        if group.pending is not None or group.owed:
             self._runtime.gather.apply_pending([group])
         self._runtime.gather.shares.honour(group)
         self._runtime.gather.settle(group)
@@ -88,6 +88,8 @@ class UpdateController:
         group.gradient = None
         group.version += 1
         group.updates += 1
+        group.owed = True
+        group.whole = group.sharing.keeps_whole
 
     def make_trainable(self, param: ShardedParam) -> None:
         """A parameter that was frozen when its model was sharded is to have gradients: its region
