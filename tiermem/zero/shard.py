@@ -54,7 +54,7 @@ def shard(
     _check_arguments(model, runtime)
     runtime.check_usable()
     units = plan_units(model, wrap)
-    comm = runtime.communicator(_group_of(mesh))
+    comm = runtime.communicator(group_of(mesh))
     if comm.size > 1 and runtime.device.type != "cpu":
         raise StateError(
             f"{comm.size} ranks on {runtime.device.type} are not supported yet: ranks exchange host "
@@ -108,7 +108,8 @@ def shard(
     return model
 
 
-def _group_of(mesh: DeviceMesh | None) -> ProcessGroup | None:
+def group_of(mesh: DeviceMesh | None) -> ProcessGroup | None:
+    """The ranks of a mesh of one dimension; None: all ranks. Raises `StateError` for another mesh."""
     if mesh is None:
         return None
     if mesh.ndim != 1:

@@ -20,6 +20,8 @@ from tiermem.comm import Kind
 from tiermem.zero.group import ParamGroup
 from tiermem.zero.sharing import Exchanges, share_out
 
+_PATIENCE_S = 0.5
+
 if TYPE_CHECKING:
     from tiermem.zero.gather import GatherScheduler
     from tiermem.zero.runtime import Runtime
@@ -66,9 +68,24 @@ class SharedShards:
             self._start(group)
         started = time.perf_counter()
         assert group.exchange is not None
+        if not group.sharded and not group.exchange.received_within(_PATIENCE_S):
+            self.start_owed()
         group.exchange.wait_received()
         self.stall_seconds += time.perf_counter() - started
         group.whole, group.under_way = True, False
+
+    def start_owed(self) -> None:
+        """Gives all others this rank's shards of groups that were updated and not used here since.
+
+        At stages 1 and 2 parameters are whole, so that ranks may use different groups. One that uses a
+        group waits for all the others, which give their shard when they wait for another group, or at
+        the end of the backward."""
+        for group in self._runtime.groups:
+            has_all = group.whole or group.under_way or group.sharing.alone
+            if not (has_all or group.sharded or group in self._runtime.updates.updated):
+                self._gather.gather(group, demand=True)
+                self._gather.ready(group)
+                self._start(group)
 
     def honour(self, group: ParamGroup) -> None:
         """Sees to what was committed for ``group``, before its values change."""
