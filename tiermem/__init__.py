@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tiermem.zero.access import full_grad, full_master, full_param, gathered, set_full_master
     from tiermem.zero.runtime import Runtime
     from tiermem.zero.shard import shard
+    from tiermem.zero.syncing import no_sync
 
 _HOMES = {
     "Runtime": "tiermem.zero.runtime",
@@ -23,6 +24,7 @@ _HOMES = {
     "full_master": "tiermem.zero.access",
     "full_param": "tiermem.zero.access",
     "gathered": "tiermem.zero.access",
+    "no_sync": "tiermem.zero.syncing",
     "set_full_master": "tiermem.zero.access",
     "shard": "tiermem.zero.shard",
 }
@@ -35,6 +37,7 @@ __all__ = [
     "full_master",
     "full_param",
     "gathered",
+    "no_sync",
     "optim",
     "set_full_master",
     "shard",

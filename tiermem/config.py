@@ -67,6 +67,33 @@ class IOConfig(_Strict):
         return {key: value for key, value in values.items() if key in self.model_fields_set}
 
 
+class LossScaleConfig(_Strict):
+    """How losses are scaled for fp16; names and defaults are those of DeepSpeed's ``fp16`` block."""
+
+    loss_scale: float = Default(0.0, ge=0, allow_inf_nan=False, description="fixed; 0: dynamic")
+    initial_scale_power: int = Default(16, ge=0, le=32, description="dynamic: starts at 2 to this")
+    loss_scale_window: int = Default(
+        1000, ge=1, description="steps without overflow after which the scale is doubled"
+    )
+    hysteresis: int = Default(
+        2, ge=1, description="the how-manieth overflow halves the scale, and so does each after it"
+    )
+    min_loss_scale: float = Default(1.0, gt=0, allow_inf_nan=False)
+    max_skipped_steps: int = Default(
+        20, ge=1, description="overflows in a row at a scale that cannot be lowered before an error"
+    )
+
+    @model_validator(mode="after")
+    def _starts_above_the_minimum(self) -> LossScaleConfig:
+        if self.loss_scale == 0 and 2.0**self.initial_scale_power < self.min_loss_scale:
+            raise ValueError(
+                f"initial_scale_power {self.initial_scale_power} starts at "
+                f"{2**self.initial_scale_power}, below min_loss_scale {self.min_loss_scale:g}; lower "
+                f"that one, or start higher"
+            )
+        return self
+
+
 class TierConfig(_Strict):
     """The configuration of one `Runtime`."""
 
@@ -82,8 +109,17 @@ class TierConfig(_Strict):
         None,
         description="share of each path; default: by bandwidth, from a saved profile or measured",
     )
-    compute_dtype: Literal["bf16", "fp32"] | None = Default(
+    compute_dtype: Literal["bf16", "fp16", "fp32"] | None = Default(
         None, description="cast parameters at sharding; default: keep each one's own"
+    )
+    master: Literal["split", "fp32"] = Default(
+        "split",
+        description="how bf16 parameters keep their fp32 masters: as 16-bit remainders, or whole; "
+        "fp16 parameters keep them whole",
+    )
+    fp16: LossScaleConfig | None = Default(
+        None,
+        description="loss scaling; default: with its defaults where parameters are fp16, else none",
     )
     device: str = Default("auto", description="'cpu', 'cuda', or 'auto': the accelerator if any")
     host_memory: ByteSize | None = Default(
@@ -97,6 +133,11 @@ class TierConfig(_Strict):
         None, description="default: 'backward' if one micro-step and no clipping are declared"
     )
     gradient_accumulation_steps: int | None = Default(None, ge=1)
+    gradient_accumulation_dtype: Literal["fp32", "param"] = Default(
+        "fp32",
+        description="in which gradients of several micro-steps are added up; 'param': the parameters' "
+        "own precision, rounded after each",
+    )
     gradient_clipping: float | None = Default(None, ge=0, description="declared; 0 means none")
     prefetch_bytes: ByteSize | None = Default(
         None, ge=0, description="parameters fetched ahead; 0 is off; default: as the budget allows"
@@ -111,6 +152,11 @@ class TierConfig(_Strict):
     )
     overlap_comm: bool = Default(
         True, description="ranks exchange gradients and parameters while they compute"
+    )
+    contiguous_gradients: bool = Default(
+        True,
+        description="over several ranks: copy each gradient into its group's buffer when it is made, "
+        "or (false) all of a group when its last one is",
     )
     reduce_bucket_numel: int | None = Default(
         None, ge=1, description="gradients reduced over ranks at a time; default: a whole group's"
@@ -150,7 +196,8 @@ class TierConfig(_Strict):
     @classmethod
     def _dtype_name(cls, value: Any) -> Any:
         """torch's own names are understood, without importing torch."""
-        return {"torch.bfloat16": "bf16", "torch.float32": "fp32"}.get(str(value), value)
+        names = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
+        return names.get(str(value), value)
 
     @model_validator(mode="before")
     @classmethod
@@ -183,6 +230,11 @@ class TierConfig(_Strict):
             raise ValueError("update: 'backward' cannot clip by the global norm; use 'deferred'")
         if self.update == "backward" and (self.gradient_accumulation_steps or 1) > 1:
             raise ValueError("update: 'backward' declares one micro-step; use 'deferred' to accumulate")
+        if self.update == "backward" and self.scales_loss:
+            raise ValueError(
+                "update: 'backward' cannot scale losses for fp16, where an overflow anywhere skips the "
+                "whole step; use 'deferred'"
+            )
         return self
 
     @property
@@ -191,7 +243,25 @@ class TierConfig(_Strict):
         if self.update is not None:
             return self.update
         declared = self.gradient_accumulation_steps == 1 and self.gradient_clipping == 0
-        return "backward" if declared else "deferred"
+        return "backward" if declared and not self.scales_loss else "deferred"
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether losses are scaled whatever the parameters' own precision is."""
+        return self.fp16 is not None or self.compute_dtype == "fp16"
+
+    @property
+    def may_widen(self) -> bool:
+        """Whether a further micro-step may turn 16-bit gradients into fp32."""
+        once = self.effective_update == "backward" or self.gradient_accumulation_steps == 1
+        return not once and self.gradient_accumulation_dtype == "fp32"
+
+    @property
+    def starts_wide(self) -> bool:
+        """Whether gradients are fp32 from the first micro-step on, since more are declared."""
+        return (
+            self.gradient_accumulation_steps or 1
+        ) > 1 and self.gradient_accumulation_dtype == "fp32"
 
     @property
     def uses_nvme(self) -> bool:
@@ -233,7 +303,7 @@ def _explain(problem: Any) -> str:
     location = [str(part) for part in problem["loc"]]
     key = ".".join(location) or "(whole)"
     if problem["type"] == "extra_forbidden":
-        model = IOConfig if location[:-1] == ["io"] else TierConfig
+        model = _NESTED.get(".".join(location[:-1]), TierConfig)
         near = difflib.get_close_matches(location[-1].lower(), model.model_fields, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]!r}?" if near else f"; valid: {', '.join(model.model_fields)}"
         return f"{key}: unknown key{hint}"
@@ -244,9 +314,11 @@ def _explain(problem: Any) -> str:
         )
     elif problem["type"] == "tuple_type":
         message = f"must be a list, for example [{problem['input']!r}]"
-    if problem["type"] == "value_error" and not location:
+    if problem["type"] == "value_error" and (not location or key in _NESTED):
         return str(message)
     return f"{key}: {message}; got {problem['input']!r}"
 
+
+_NESTED: dict[str, type[BaseModel]] = {"io": IOConfig, "fp16": LossScaleConfig}
 
 PLACEMENTS: tuple[str, ...] = get_args(Placement)

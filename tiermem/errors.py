@@ -43,7 +43,7 @@ class IOContext:
     def __str__(self) -> str:
         what = f" ({self.record})" if self.record else ""
         if not self.length:  # not a transfer
-            return f"{self.operation} in {self.path}{what}"
+            return f"{self.operation} at {self.path}{what}"
         return f"{self.operation} of {self.length} bytes at offset {self.offset} of {self.path}{what}"
 
 

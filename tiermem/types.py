@@ -25,6 +25,7 @@ class Field(enum.Enum):
 
     PARAM = "param"  # the copy that computes
     MASTER_LO = "master_lo"  # int16 remainder: bits(master) = (hi << 16) + lo
+    MASTER = "master"  # fp32
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
     GRAD = "grad"
@@ -52,3 +53,8 @@ def format_bytes(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.1f} TiB"
+
+
+def size_text(nbytes: int) -> str:
+    """A size as people write block sizes: ``2 MiB``."""
+    return format_bytes(nbytes).replace(".0 ", " ")

@@ -119,7 +119,7 @@ def test_a_picture_without_matplotlib(run_bench: Run, monkeypatch: pytest.Monkey
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     code, error = run_bench(".", "--plot", "speed.png")
     assert code == 1
-    assert "pip install 'tiermem[plot]'" in error
+    assert "pip install '.[plot]'" in error
 
 
 def test_what_was_measured_before_a_failure_is_shown(

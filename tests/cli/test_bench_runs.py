@@ -88,6 +88,14 @@ def test_the_table_is_not_cut_on_a_narrow_terminal(
     assert "64 KiB" in shown
 
 
+def test_what_is_few_is_explained(tmp_path: Path, plain_environment: Environment) -> None:
+    arguments = (tmp_path, "--size", "8MiB", "--loops", "1", "--runtime", "0", "--mode", "read")
+    some = bench(plain_environment, *arguments, "--block-size", "64KiB").stdout
+    assert "few: too few blocks" in some
+    many = bench(plain_environment, *arguments, "--block-size", "4KiB").stdout
+    assert "few:" not in many
+
+
 def test_buffered(tmp_path: Path, plain_environment: Environment) -> None:
     found = bench_json(plain_environment, tmp_path, *SMALL, "--buffered")
     assert [place["o_direct"] for place in found["places"]] == [False]

@@ -137,7 +137,7 @@ def test_no_compiler(doctor: Doctor) -> None:
 
 def test_no_torch(doctor: Doctor) -> None:
     answer = doctor(torch=NO_TORCH)
-    answer.check("torch", "problem", "nothing can be trained", "pip install 'tiermem[train]'")
+    answer.check("torch", "problem", "nothing can be trained", "pip install '.[train]'")
     assert all(one["topic"] != "device" for one in answer.answer["findings"])
 
 
@@ -186,7 +186,7 @@ def test_little_lockable_memory(doctor: Doctor) -> None:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 << 10, 64 << 10))
 
     answer = doctor(before=before)
-    answer.check("locked memory", "note", "RLIMIT_MEMLOCK is 65536 bytes", "ulimit -l unlimited")
+    answer.check("locked memory", "note", "RLIMIT_MEMLOCK is 64.0 KiB", "ulimit -l unlimited")
     if answer.get("io_uring")["level"] == "ok":
         assert answer.get("io_uring memory")["level"] == "note"
     assert "locked memory" not in answer.problems
@@ -311,4 +311,10 @@ def test_for_people(tmp_path: Path, plain_environment: dict[str, str]) -> None:
     assert done.returncode == 1, done.stderr
     assert "does not exist" in done.stdout
     assert "→ create the directory first" in done.stdout
-    assert done.stdout.rstrip().splitlines()[-1].endswith(("problem", "problems"))
+    *lines, last = done.stdout.rstrip().splitlines()
+    assert last.endswith(("problem", "problems"))
+    # The same columns about every path, and without one.
+    begin = next(line for line in lines if " system " in line).index("Linux")
+    about_path = [line for line in lines if line.split()[1:2] in (["locks"], ["directory"])]
+    assert len(about_path) == 3
+    assert all(line[begin - 1] == " " and line[begin] != " " for line in about_path)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from bench_rig import SMALL
 
 TRAIN = (
     *("train", "--layers", "1", "--hidden", "64", "--steps", "1", "--sequence-length", "16"),
@@ -53,3 +55,21 @@ def test_a_reader_that_has_left(plain_environment: dict[str, str]) -> None:
     process.stderr.close()
     assert process.wait(timeout=120) == 1
     assert said == ""
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_an_output_without_some_characters(
+    tmp_path: Path, plain_environment: dict[str, str], encoding: str
+) -> None:
+    """Those of tables, and names of files that are no text."""
+    drive = Path(os.fsdecode(os.fsencode(tmp_path) + b"/drive\xff"))
+    drive.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "tiermem.cli", "bench", drive, *SMALL],
+        capture_output=True,
+        env=plain_environment | {"PYTHONIOENCODING": f"{encoding}:strict"},
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"duplex write" in done.stdout
+    assert b"drive?" in done.stdout

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
+import sys
 
 import pytest
 
@@ -26,6 +28,33 @@ def test_first_asks_second_raises(capsys: pytest.CaptureFixture[str], number: si
             os.kill(os.getpid(), number)
     assert signal.getsignal(number) is before
     assert "tiermem: ending soon" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [OSError(5, "gone"), RuntimeError("reentrant"), ValueError("closed")])
+def test_an_error_stream_that_fails_raises_nothing(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """The terminal may be what went away."""
+
+    class Failing(io.StringIO):
+        def write(self, text: str) -> int:
+            raise error
+
+    with Stopping("ending soon") as stopping:
+        monkeypatch.setattr(sys, "stderr", Failing())
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stopping.code == 128 + signal.SIGHUP
+
+
+def test_without_an_error_stream_nothing_goes_to_the_other_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the result as JSON is to be read."""
+    with Stopping("ending soon") as stopping:
+        monkeypatch.setattr(sys, "stderr", None)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stopping.requested
+    assert capsys.readouterr().out == ""
 
 
 def test_an_ignored_hangup_stays_ignored() -> None:

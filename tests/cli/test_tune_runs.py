@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import json
 import os
 import subprocess
@@ -11,9 +13,13 @@ import pytest
 from bench_rig import left_in
 from tune_rig import SHORT, Environment, command, run, tune, tune_json
 
+import tiermem.cli.app
+import tiermem.cli.tuning
 from tiermem.config import load_config
+from tiermem.errors import IOContext, TierIOError
+from tiermem.tuning.candidates import Candidate
 from tiermem.tuning.choice import choose_paths
-from tiermem.tuning.profile import load_profile
+from tiermem.tuning.profile import load_profile, save_profile
 
 
 @pytest.fixture
@@ -106,6 +112,27 @@ def test_a_budget_too_short_to_search_says_so(drive: Path, plain_environment: En
     assert "--budget" in found
 
 
+def test_what_was_too_short_to_compare_replaces_no_profile(
+    drive: Path, state: Path, plain_environment: Environment
+) -> None:
+    brief = ("--size", "128MiB", "--budget", "1s")
+    tune(plain_environment, drive, *brief)
+    (saved,) = state.iterdir()
+    profile = load_profile(saved)
+    assert profile is not None
+    better = dataclasses.replace(
+        profile, settings=Candidate("libaio", 1 << 20, 7, 9), date="2001-02-03"
+    )
+    save_profile(better, saved)
+    said = tune(plain_environment, drive, *brief).stdout
+    assert "not saved" in said
+    assert "2001-02-03" in said
+    assert load_profile(saved) == better
+    # By name it is replaced: somebody wants this one.
+    assert "saved" in tune(plain_environment, drive, *brief, "--save", saved).stdout
+    assert load_profile(saved) != better
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -135,6 +162,43 @@ def test_a_profile_that_cannot_be_saved(drive: Path, plain_environment: Environm
     assert left_in(drive) == []
 
 
+def test_where_a_profile_cannot_be_is_found_before_anything_is_measured(
+    drive: Path, tmp_path: Path, state: Path, plain_environment: Environment
+) -> None:
+    """An hour of measuring is not thrown away at its end, and no test waits for it."""
+    hour = ("--size", "128MiB", "--budget", "1h")
+    state.parent.write_text("a file, where a directory is wanted")
+    for arguments in ((), ("--save", ""), ("--save", tmp_path), ("--save", "/proc/none/profile.json")):
+        done = run(plain_environment, drive, *hour, *arguments)
+        assert done.returncode == 1
+        assert "name a" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert done.stdout == ""
+    assert left_in(drive) == []
+
+
+def test_what_was_found_is_shown_though_it_cannot_be_saved(
+    drive: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The place for it may go meanwhile."""
+
+    def fail(profile: object, file: Path) -> None:
+        raise TierIOError(errno.ENOSPC, IOContext("saving the profile", str(file), 0, 0))
+
+    monkeypatch.setattr(tiermem.cli.tuning, "save_profile", fail)
+    file = tmp_path / "profile.json"
+    code = tiermem.cli.app.run(["tune", str(drive), *SHORT[:2], "--budget", "1s", "--save", str(file)])
+    shown = capsys.readouterr()
+    assert code == 1
+    assert "No space left on device" in shown.err
+    assert "both at once" in shown.out
+    assert "saved" not in shown.out
+    assert list(tmp_path.iterdir()) == [drive]
+
+
 @pytest.mark.usefixtures("state")
 def test_a_bar_on_a_terminal(drive: Path, plain_environment: Environment) -> None:
     main, terminal = os.openpty()
@@ -154,5 +218,5 @@ def test_a_bar_on_a_terminal(drive: Path, plain_environment: Environment) -> Non
     finally:
         os.close(main)
     assert process.wait(60) == 0
-    assert b"duplex 2048 KiB depth" in shown
+    assert b"duplex 2 MiB depth" in shown
     assert b"of 4 s" in shown

@@ -108,3 +108,34 @@ def test_o_direct_is_refused(
         file.write_from(data[::-1], 0).wait()
         file.flush()
     assert (tmp_path / "f").read_bytes() == data[::-1]
+
+
+def failing_writes(file: tio.AsyncFile, nth: int = 0) -> None:
+    file.engine.inject(Fault(Op.WRITE, nth, FaultKind.ERROR, errno.ENOSPC))
+
+
+def test_flush_tells_of_a_failed_write_that_was_dropped(
+    tmp_path: Path, backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, as fdatasync does: the writes after it are not concerned."""
+    with open_or_skip(backend, tmp_path / "f", "w") as file:
+        failing_writes(file)
+        file.write_from(bytes(SIZE), 0)
+        with pytest.raises(tio.TierIOError) as caught:
+            file.flush()
+        assert caught.value.errno == errno.ENOSPC
+        assert str(tmp_path / "f") in str(caught.value)
+        assert caplog.text.count("nobody waited") == 1
+        file.write_from(bytes(SIZE), 0)
+        file.flush()
+
+
+def test_flush_waits_for_all_before_it_raises(tmp_path: Path, backend: str) -> None:
+    """Or the next flush would call durable what is still on its way."""
+    with open_or_skip(backend, tmp_path / "f", "w", options=OPTIONS) as file:
+        failing_writes(file)
+        writes = [file.write_from(bytes(SIZE), at * SIZE) for at in range(20)]
+        with pytest.raises(tio.TierIOError):
+            file.flush()
+        assert all(write.done() for write in writes)
+        file.flush()

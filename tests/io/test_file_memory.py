@@ -120,10 +120,19 @@ def test_tensors_refused(file: tio.AsyncFile) -> None:
             file.read_into(torch.zeros(4, device=device), 0)
 
 
+def test_an_offset_is_a_whole_number(file: tio.AsyncFile) -> None:
+    with pytest.raises(TypeError, match=r"offset is 1\.5"):
+        file.read_into(bytearray(1), 1.5)  # type: ignore[arg-type]
+    memory = np.zeros(5, np.uint8)
+    file.read_into(memory, np.int64(7)).wait()  # type: ignore[arg-type]
+    file.read_into(again := bytearray(5), 7).wait()
+    assert memory.tobytes() == bytes(again)
+
+
 def test_arguments(file: tio.AsyncFile, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="negative"):
+    with pytest.raises(ValueError, match=r"offset is -1; it must be 0 to \d+"):
         file.read_into(bytearray(1), -1)
-    with pytest.raises(ValueError, match="at most"):
+    with pytest.raises(ValueError, match="offset is"):
         file.write_from(b"12", (1 << 63) - 2)
     with (
         tio.open_file(tmp_path / "f", backend="threads") as other,

@@ -20,6 +20,7 @@ from tiermem.benchmark.cautions import (
 )
 from tiermem.benchmark.device import Device, Link
 from tiermem.benchmark.place import Site
+from tiermem.cli.bench_tables import pages_lines
 from tiermem.io import Op, aligned_buffer, files
 from tiermem.io.latency import Latency
 from tiermem.store.mounts import Mount
@@ -110,6 +111,26 @@ def test_more_than_the_link_carries() -> None:
     assert list(result_cautions([measured(3.5)], [site()])) == []
     without_link = site("ext4", Device("vda", "", 1, False, None))
     assert list(result_cautions([measured(4.5)], [without_link])) == []
+
+
+@pytest.mark.parametrize("blocks", [0, 7, 8])
+def test_a_run_of_too_few_blocks(blocks: int) -> None:
+    """0.000 GB/s without a word would be taken for the drive's figure."""
+    flow = Flow(blocks * 4096, blocks, 1.0, Latency())
+    run = Run(({Op.READ: flow},), 0.0)
+    said = list(result_cautions([Result(Mode.READ, Setting(4096, 8, 1), Pages.HUGE, (run,))], [site()]))
+    assert len(said) == (blocks < 8)
+    assert all(f"ended {blocks} blocks of 4.0 KiB (read)" in text for text in said)
+    assert all("longer --runtime" in text for text in said)
+
+
+def test_pages_are_compared_where_something_was_moved() -> None:
+    """A slow drive may end nothing in a short run."""
+    setting, runs = Setting(4096, 1, 1), {}
+    for pages, speed in ((Pages.HUGE, 0), (Pages.SMALL, 4096)):
+        run = Run(({Op.READ: Flow(speed, speed // 4096, 1.0, Latency())},), 0.0)
+        runs[pages] = Result(Mode.READ, setting, pages, (run,))
+    assert "nothing was moved" in next(pages_lines(list(runs.values())))
 
 
 def test_a_depth_above_the_threads() -> None:

@@ -93,3 +93,42 @@ def test_a_path_that_vanishes(rig: RigMaker, tmp_path: Path) -> None:
     assert one.memory(0, MIB) == b"v" * MIB
     with pytest.raises(tio.TierIOError, match="No such file"):
         tio.StorageFile.open(one.file.path)
+
+
+HUGE = 1 << 70
+
+
+@pytest.mark.parametrize("position", range(4))
+@pytest.mark.parametrize("value", [1.5, HUGE, "4", None])
+def test_what_is_no_whole_number_in_range_is_refused(
+    rig: RigMaker, position: int, value: object
+) -> None:
+    """At the submit, and the engine goes on: nothing of it may reach a thread."""
+    made = rig()
+    move = [made.file.fd, 0, made.buffer.address, 4096]
+    good = tuple(move)
+    move[position] = value  # type: ignore[call-overload]
+    error = ValueError if value == HUGE else TypeError
+    with pytest.raises(error):
+        made.engine.submit_many(made.queue, tio.Op.READ, [good, tuple(move)])
+    made.engine.submit(made.queue, tio.Op.READ, *good).wait(30)
+
+
+@pytest.mark.parametrize("backend", ["threads"])
+def test_a_surprise_in_a_thread_ends_its_request(
+    rig: RigMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that dies would leave the waiter waiting for ever."""
+    import tiermem.io.threads
+
+    made = rig()
+
+    def surprise(*_: object) -> int:
+        raise RuntimeError("a surprise")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tiermem.io.threads, "_run_chunk", surprise)
+        for _ in range(8):  # more than there are threads
+            with pytest.raises(OSError, match="Input/output error"):
+                made.read(0, 4096).wait(30)
+    made.read(0, 4096).wait(30)

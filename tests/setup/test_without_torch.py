@@ -100,7 +100,7 @@ def test_the_engine_and_the_tool_run(site: Path, tmp_path: Path) -> None:
 def test_training_says_what_to_install(site: Path) -> None:
     done = run_there(site, "from tiermem.cli import main; main()", "train", "--steps", "1")
     assert done.returncode == 1
-    assert "pip install 'tiermem[train]'" in done.stderr
+    assert "pip install '.[train]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -127,6 +127,8 @@ def wrong(**changes: Any) -> str:
         wrong(settings={"backend": "libaio", "chunk_bytes": 4096, "read_depth": 1.5, "write_depth": 1}),
         wrong().replace("3.0", "-3.0"),
         wrong().replace("3.0", "NaN"),
+        wrong().replace("3.0", "1" + "0" * 400),
+        wrong().replace('"size_bytes": ', '"size_bytes": 1e400, "was": '),
         wrong().replace("3.0", "true"),
         wrong().replace('"version": 1, ', ""),
     ],

@@ -31,7 +31,7 @@ def placements(path: Path) -> list[dict[str, Any]]:
     nvme = {"optimizer": "nvme", "paths": [str(path)], "resident_memory": 0}
     return [
         *({"stage": stage, "optimizer": "device"} for stage in (0, 1, 2, 3)),
-        {"stage": 1, "optimizer": "host"},
+        {"stage": 1, "optimizer": "host", "contiguous_gradients": False, "reduce_bucket_numel": 4096},
         {"stage": 0, **nvme},
         {"stage": 2, **nvme},
         {"stage": 3, "params": "nvme", **nvme},

@@ -71,7 +71,10 @@ def shared_cautions(sites: Sequence[Site]) -> Iterator[str]:
     for name, paths in by_name.items():
         if len(paths) > 1:
             shown = ", ".join(str(path) for path in paths)
-            yield f"{shown} share one device ({name}): the aggregate is that of one; give one path each"
+            yield (
+                f"{shown} share one device ({name}): together they give what it gives; give one "
+                "directory per drive"
+            )
 
 
 def cache_cautions(path: Path, direct: bool, nbytes: int, ram_bytes: int) -> Iterator[str]:
@@ -143,7 +146,8 @@ def huge_share(buffer: AlignedBuffer, smaps: Path = Path("/proc/self/smaps")) ->
 
 
 def result_cautions(results: Sequence[Result], sites: Sequence[Site]) -> Iterator[str]:
-    """About figures that no device behind this link could give."""
+    """About figures of too few blocks, and those that no device behind this link could give."""
+    yield from _few_cautions(results, sites)
     for number, site in enumerate(sites):
         limit = sum(link.gb_per_s for link in site.links)
         if not limit or len(site.links) < len(site.devices):
@@ -163,3 +167,19 @@ def result_cautions(results: Sequence[Result], sites: Sequence[Site]) -> Iterato
                 f"{site.path} moved {highest:.2f} GB/s, more than the {limit:.2f} GB/s of its PCIe "
                 "link: a cache answered"
             )
+
+
+def _few_cautions(results: Sequence[Result], sites: Sequence[Site]) -> Iterator[str]:
+    """Where a run is over before each place in the queue was used once, its figure is chance."""
+    for result in results:
+        setting = result.setting
+        for number, site in enumerate(sites):
+            for op in result.mode.ops:
+                fewest = min(run.paths[number][op].blocks for run in result.runs)
+                if fewest < setting.depth_of(op) * setting.threads:
+                    yield (
+                        f"{site.path}: a {result.mode.value} run ended {fewest} blocks of "
+                        f"{format_bytes(setting.block_bytes)} ({op.name.lower()}) at depth "
+                        f"{setting.depth_of(op)}, too few for a figure: give a longer --runtime, or a "
+                        "smaller --block-size or --depth"
+                    )

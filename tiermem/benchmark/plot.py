@@ -9,13 +9,13 @@ from pathlib import Path
 from tiermem.benchmark.figures import Result
 from tiermem.benchmark.plan import Mode, Pages
 from tiermem.errors import ConfigError
-from tiermem.types import format_bytes
+from tiermem.types import size_text
 
 
 def check_plot(path: Path) -> None:
     """Raises ConfigError, before anything is measured, if no picture can be written there."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install 'tiermem[plot]'")
+        raise ConfigError("--plot needs matplotlib: pip install '.[plot]' in the clone")
     if path.suffix.lower() != ".png":
         raise ConfigError(f"--plot is {str(path)!r}; its name must end with .png")
     if not path.parent.is_dir():
@@ -59,7 +59,7 @@ def draw(results: Sequence[Result], title: str, path: Path) -> None:
         panel.set_xscale("log", base=2)
         panel.set_title("duplex (read + write)" if mode is Mode.DUPLEX else mode.value)
         blocks = sorted({result.setting.block_bytes for result in of_mode})
-        panel.set_xticks([block / 1024 for block in blocks], [format_bytes(block) for block in blocks])
+        panel.set_xticks([block / 1024 for block in blocks], [size_text(block) for block in blocks])
         panel.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
         panel.set_xlabel("block size")
         panel.set_ylabel("GB/s, median of runs")

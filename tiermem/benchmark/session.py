@@ -30,6 +30,7 @@ from tiermem.benchmark.rig import Counters, Rig, difference
 from tiermem.benchmark.streams import Lane, Stream, finish
 from tiermem.errors import ConfigError
 from tiermem.io import AlignedBuffer, Engine, Op, QueueOptions, aligned_buffer, open_engine
+from tiermem.types import size_text
 
 _TICK_SECONDS = 0.1
 _RAMP_SHARE = 0.1
@@ -282,7 +283,7 @@ class Session:
             return None
         setting = rig.setting
         depths = "/".join(str(depth) for depth in dict.fromkeys(map(setting.depth_of, Op)))
-        self._observer.phase(f"{mode.value} {setting.block_bytes >> 10} KiB depth {depths}")
+        self._observer.phase(f"{mode.value} {size_text(setting.block_bytes)} depth {depths}")
         for place in self._places:
             if not place.file.direct:
                 place.drop_cache()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -23,13 +24,29 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help: rich's takes 80 ms to import, of the 300 that help may take
-    help="Train models that do not fit in memory: states on device, host and NVMe.",
 )
 
-app.command()(train)
-app.command()(bench)
-app.command()(tune)
-app.command()(doctor)
+app.command(short_help="train a GPT whose states need not fit in memory")(train)
+app.command(short_help="measure how fast drives are")(bench)
+app.command(short_help="find and save the best settings for drives")(tune)
+app.command(short_help="say what works on this machine, and what to do")(doctor)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib import metadata
+
+        typer.echo(f"tiermem {metadata.version('tiermem')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="show it and exit")
+    ] = False,
+) -> None:
+    """Train models that do not fit in memory: states on device, host and NVMe."""
 
 
 def run(arguments: Sequence[str]) -> int:

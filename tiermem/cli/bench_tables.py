@@ -13,13 +13,14 @@ from tiermem.benchmark.device import Device
 from tiermem.benchmark.figures import PERCENTILES, latency_of
 from tiermem.benchmark.place import Place
 from tiermem.io import Op
-from tiermem.types import format_bytes
+from tiermem.types import format_bytes, size_text
 
 _COLUMNS = ("block", "depth", "GB/s", "mean ± stdev", "runs", "IOPS", "p50", "p99", "p99.9")
-LEGEND = (
-    "GB/s (10^9 bytes) and IOPS are medians of the runs; latencies are of single blocks, from "
-    "submission to completion, over all runs"
+_LEGEND = (
+    "GB/s (10^9 bytes) and IOPS are medians of the runs, and runs the slowest and the fastest; p50 to "
+    "p99.9 are latencies of single blocks, from submission to completion, over all runs"
 )
+_FEW = "few"
 
 
 def head_lines(session: Session) -> Iterator[str]:
@@ -27,7 +28,7 @@ def head_lines(session: Session) -> Iterator[str]:
     plan = session.plan
     for place in session.places:
         yield from place_lines(place)
-    yield f"backend      {session.backend} ({session.reason})"
+    yield f"backend      {session.backend} ({session.reason.removeprefix(f'{session.backend}: ')})"
     length = f"{plan.runtime:g} s" if plan.runtime else "one pass"
     threads = "1 thread" if plan.threads == 1 else f"{plan.threads} threads"
     yield (
@@ -95,6 +96,12 @@ def result_table(results: Sequence[Result], paths: Sequence[str]) -> Table:
     return table
 
 
+def legend(table: Table) -> str:
+    """What the columns of a `result_table` mean, and ``few`` where it stands in one."""
+    cells = (cell for column in table.columns[-len(PERCENTILES) :] for cell in column.cells)
+    return _LEGEND + (f"; {_FEW}: too few blocks for this percentile" if _FEW in cells else "")
+
+
 def _cells(flows: Sequence[Flow]) -> list[str]:
     spread = Spread.of(flow.gb_per_s for flow in flows)
     latency = latency_of(flows)
@@ -107,17 +114,12 @@ def _cells(flows: Sequence[Flow]) -> list[str]:
     ]
 
 
-def size_text(nbytes: int) -> str:
-    """A size as people write block sizes: ``2 MiB``."""
-    return format_bytes(nbytes).replace(".0 ", " ")
-
-
 def _duration(ns: float | None) -> str:
     if ns is None:
-        return "few"  # too few blocks to show this percentile
+        return _FEW
     if ns < 1e5:
         return f"{ns / 1e3:.1f} us"
-    return f"{ns / 1e6:.2f} ms" if ns < 1e8 else f"{ns / 1e9:.2f} s"
+    return f"{ns / 1e6:.2f} ms" if ns < 1e9 else f"{ns / 1e9:.2f} s"
 
 
 def pages_lines(results: Sequence[Result]) -> Iterator[str]:
@@ -132,13 +134,20 @@ def pages_lines(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _pages_line(huge: Result, small: Result, op: Op) -> str:
-    ratios = Spread.of(
-        one.total(op).gb_per_s / two.total(op).gb_per_s
+    pairs = [
+        (one.total(op).gb_per_s, two.total(op).gb_per_s)
         for one, two in zip(small.runs, huge.runs, strict=False)
-    )
+    ]
     mode = "" if len(huge.mode.ops) == 1 else "duplex "
-    return (
+    text = (
         f"4 KiB pages  {mode}{op.name.lower()} of {size_text(huge.setting.block_bytes)} at depth "
-        f"{huge.setting.depth}: {ratios.median:.2f} [{ratios.lowest:.2f}, {ratios.highest:.2f}] times "
-        "the bandwidth on huge pages"
+        f"{huge.setting.depth}: "
+    )
+    found = [one / two for one, two in pairs if two]
+    if not found:  # a slow drive, and short runs
+        return f"{text}nothing was moved on huge pages"
+    ratios = Spread.of(found)
+    return (
+        f"{text}{ratios.median:.2f} [{ratios.lowest:.2f}, {ratios.highest:.2f}] times the bandwidth on "
+        "huge pages"
     )

@@ -16,11 +16,11 @@ from rich.text import Text
 from tiermem.benchmark import Mode, Plan, Result, Session
 from tiermem.benchmark.cautions import result_cautions
 from tiermem.cli.bar import watch
-from tiermem.cli.bench_tables import LEGEND, head_lines, pages_lines, result_table
+from tiermem.cli.bench_tables import head_lines, legend, pages_lines, result_table
 from tiermem.cli.stopping import Stopping
 from tiermem.errors import TierMemError
 
-_RUNS = "run {task.completed:.1f} of {task.total:.0f}"
+_RUNS = "{task.completed:.0f} of {task.total:.0f} runs"
 
 
 def bench_plan(plan: Plan, *, as_json: bool, picture: Path | None) -> int:
@@ -95,7 +95,7 @@ def _show(
         wide = console.options.update(width=1000)
         console.width = max(console.width, console.measure(table, options=wide).maximum)
         console.print(table)
-        console.print(Text(LEGEND), soft_wrap=True)
+        console.print(Text(legend(table)), soft_wrap=True)
     for line in pages_lines(results):
         console.print(Text(line), soft_wrap=True)
     if verified and results:

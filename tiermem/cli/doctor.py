@@ -21,12 +21,14 @@ def doctor(
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Directories that are to hold states, one per drive. "
-            "Default: where `tiermem train` puts them.",
-            metavar="[PATH]...",
+            help="directories that are to hold states, one per drive "
+            "[default: where `tiermem train` puts them]",
+            metavar="PATH",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="the findings as one JSON object on stdout")
+    ] = False,
 ) -> None:
     """Say what works on this machine, what does not, and what to do about it.
 
@@ -64,13 +66,14 @@ def _show(findings: Sequence[Finding]) -> None:
     console = Console(highlight=False)
     arrow = "→" if console.encoding.startswith("utf") else "->"
     places = ["", *dict.fromkeys(one.path for one in findings if one.path)]
-    about = ""
-    table = _table()
+    about, topic_width = "", max(len(one.topic) for one in findings)
+    table = _table(topic_width)
     for one in sorted(findings, key=lambda one: places.index(one.path)):
         if one.path != about:
             console.print(table)
-            console.print(Text(one.path, style="bold"))
-            table, about = _table(), one.path
+            console.print()
+            console.print(Text(one.path, style="bold"), soft_wrap=True)
+            table, about = _table(topic_width), one.path
         text = Text(one.text)
         if one.remedy:
             text.append(f"\n{arrow} {one.remedy}", style="italic")
@@ -80,7 +83,12 @@ def _show(findings: Sequence[Finding]) -> None:
     console.print(Text(f"{problems} problem{'s' if problems != 1 else ''}"))
 
 
-def _table() -> Table:
+def _table(topic_width: int) -> Table:
+    """All with the same columns."""
     from rich.table import Table
 
-    return Table(box=None, show_header=False, padding=(0, 1), pad_edge=False)
+    table = Table(box=None, show_header=False, padding=(0, 1), pad_edge=False)
+    table.add_column(min_width=max(map(len, _STYLES)))
+    table.add_column(min_width=topic_width)
+    table.add_column()
+    return table

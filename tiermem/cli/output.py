@@ -44,12 +44,16 @@ def _named() -> Iterator[None]:
 
 @contextlib.contextmanager
 def checked_output() -> Iterator[None]:
-    """Inside, ``sys.stdout`` raises `OutputError`; at the end it is flushed. Once it has failed, what
+    """Inside, ``sys.stdout`` raises `OutputError`, and shows what its encoding has not as ``?``; at the
+    end it is flushed. Once it has failed, what
     it still holds is thrown away, or the interpreter would fail on it again at its exit."""
-    stream = sys.stdout
+    stream: Any = sys.stdout
     if stream is None:  # closed before the start
         yield
         return
+    if getattr(stream, "errors", None) == "strict":
+        # An encoding without a character of a table, or with a file's name that is no text.
+        stream.reconfigure(errors="replace")
     output: Any = _Output(stream)
     try:
         with contextlib.redirect_stdout(output):

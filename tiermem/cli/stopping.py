@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import threading
@@ -52,4 +53,11 @@ class Stopping:
             raise KeyboardInterrupt
         self.code = 128 + number
         self.event.set()
-        print(f"\ntiermem: {self._words}", file=sys.stderr)
+        self._say()
+
+    def _say(self) -> None:
+        """A terminal that is gone, a full disk or being in the middle of another message is no reason
+        to end what is in progress otherwise than well."""
+        if sys.stderr is not None:
+            with contextlib.suppress(OSError, ValueError, RuntimeError):
+                print(f"\ntiermem: {self._words}", file=sys.stderr, flush=True)

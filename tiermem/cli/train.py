@@ -145,7 +145,9 @@ def train(
 ) -> None:
     """Train a byte-level GPT whose states need not fit in memory."""
     if importlib.util.find_spec("torch") is None:
-        raise ConfigError("training needs torch, which is not installed: pip install 'tiermem[train]'")
+        raise ConfigError(
+            "training needs torch, which is not installed: pip install '.[train]' in the clone"
+        )
     # Here, so that --help need not wait for pydantic.
     from tiermem.cli.job import ModelSize, TrainJob
 

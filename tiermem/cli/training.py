@@ -76,10 +76,16 @@ def resolve_size(size: ModelSize) -> GPTConfig:
 def train_options(job: TrainJob, config: TierConfig) -> TrainOptions:
     """What both tiermem and the reference train by."""
     schedule: Callable[[int], float] | None = None
+    if config.compute_dtype == "fp16":
+        raise ConfigError(
+            "compute_dtype 'fp16' needs loss scaling, which this command does not do. Remedy: 'bf16' "
+            "or 'fp32', or a loop of your own with optimizer.scale(loss).backward()"
+        )
     if job.cosine or job.warmup:
         schedule = warmup_cosine(job.steps, job.warmup, floor=0.1 if job.cosine else 1.0)
     return TrainOptions(
         precision=config.compute_dtype or "fp32",
+        ties_away=config.master == "split",
         learning_rate=job.learning_rate,
         weight_decay=job.weight_decay,
         clip=config.gradient_clipping or None,

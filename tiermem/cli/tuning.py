@@ -14,13 +14,15 @@ from rich.console import Console
 from rich.text import Text
 
 from tiermem.cli.bar import watch
-from tiermem.cli.bench_tables import place_lines, size_text
+from tiermem.cli.bench_tables import place_lines
 from tiermem.cli.stopping import Stopping
+from tiermem.errors import TierMemError
 from tiermem.tuning.candidates import Candidate
 from tiermem.tuning.emit import FRAGMENTS
-from tiermem.tuning.profile import Profile, profile_file, save_profile
+from tiermem.tuning.profile import check_place, load_profile, profile_file, save_profile
 from tiermem.tuning.tuner import Outcome, TunePlan, Tuner
 from tiermem.tuning.verdict import Gain, Verdict
+from tiermem.types import size_text
 
 _SECONDS = "{task.completed:.0f} of {task.total:.0f} s"
 
@@ -37,6 +39,10 @@ class Wishes:
 
 def tune_paths(plan: TunePlan, wishes: Wishes) -> int:
     """Measures, saves and prints; the exit code (128 + signal when it was stopped)."""
+    failure: TierMemError | None = None
+    kept: _Kept | None = None
+    if wishes.keep:
+        check_place(wishes.file)
     with Stopping("stopping and removing the files") as stopping:
         with (
             watch(Console(stderr=True), plan.budget, _SECONDS) as watcher,
@@ -44,24 +50,44 @@ def tune_paths(plan: TunePlan, wishes: Wishes) -> int:
         ):
             outcome = tuner.run()
         stopped = stopping.event.is_set()
-        saved = _save(outcome.profile, wishes)
+        try:
+            kept = _save(outcome, wishes)
+        except TierMemError as error:  # what was found is shown
+            failure = error
         if wishes.as_json:
-            print(json.dumps(_fields(tuner, outcome, wishes, saved, stopped=stopped)))
+            print(json.dumps(_fields(tuner, outcome, wishes, kept, stopped=stopped)))
         else:
-            _show(tuner, outcome, wishes, saved)
+            _show(tuner, outcome, wishes, kept)
+    if failure is not None:
+        raise failure
     return stopping.code
 
 
-def _save(profile: Profile | None, wishes: Wishes) -> Path | None:
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The profile's file. ``earlier``: the date of the one that stays there instead; else empty."""
+
+    file: Path
+    earlier: str = ""
+
+
+def _save(outcome: Outcome, wishes: Wishes) -> _Kept | None:
+    """A search that was too short to compare anything takes no earlier one's place, unless that is
+    asked for by name."""
+    profile = outcome.profile
     if profile is None or not wishes.keep:
         return None
     file = wishes.file or profile_file(profile.identities)
+    if wishes.file is None and not outcome.verdict.is_compared:
+        earlier = load_profile(file)
+        if earlier is not None:
+            return _Kept(file, earlier.date)
     save_profile(profile, file)
-    return file
+    return _Kept(file)
 
 
 def _fields(
-    tuner: Tuner, outcome: Outcome, wishes: Wishes, saved: Path | None, *, stopped: bool
+    tuner: Tuner, outcome: Outcome, wishes: Wishes, kept: _Kept | None, *, stopped: bool
 ) -> dict[str, Any]:
     session, profile, verdict = tuner.session, outcome.profile, outcome.verdict
     fields: dict[str, Any] = {
@@ -82,7 +108,7 @@ def _fields(
         "gain": None if verdict.gain is None else verdict.gain.fields(),
         "together_over_alone": None if outcome.together is None else round(outcome.together, 3),
         "profile": None if profile is None else profile.fields(),
-        "saved": None if saved is None else str(saved),
+        "saved": None if kept is None or kept.earlier else str(kept.file),
         "warnings": list(session.warnings),
         "stopped": stopped,
     }
@@ -91,7 +117,7 @@ def _fields(
     return fields
 
 
-def _show(tuner: Tuner, outcome: Outcome, wishes: Wishes, saved: Path | None) -> None:
+def _show(tuner: Tuner, outcome: Outcome, wishes: Wishes, kept: _Kept | None) -> None:
     """With ``emit`` only that is on stdout."""
     console = Console(stderr=wishes.emit is not None)
     for place in tuner.session.places:
@@ -101,19 +127,26 @@ def _show(tuner: Tuner, outcome: Outcome, wishes: Wishes, saved: Path | None) ->
         console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     for line in (*_search_lines(outcome), *_profile_lines(outcome)):
         console.print(Text(line), soft_wrap=True)
-    if saved is not None:
-        text = f"saved        {saved}"
-        if wishes.file is None:
-            text += "; tiermem.Runtime uses it for these drives, where your configuration says nothing"
-        console.print(Text(text), soft_wrap=True)
+    if kept is not None:
+        console.print(Text(_kept_text(kept, is_found=wishes.file is None)), soft_wrap=True)
     if wishes.emit is not None and outcome.profile is not None:
         print(json.dumps(FRAGMENTS[wishes.emit](outcome.profile), indent=2))
+
+
+def _kept_text(kept: _Kept, *, is_found: bool) -> str:
+    text = f"saved        {kept.file}"
+    if kept.earlier:
+        text = f"not saved    too short to replace the profile of {kept.earlier}, {kept.file}"
+    if is_found:
+        text += "; tiermem.Runtime uses it for these drives, where your configuration says nothing"
+    return text
 
 
 def _search_lines(outcome: Outcome) -> Iterator[str]:
     verdict = outcome.verdict
     yield (
-        f"search       {outcome.num_runs} runs of {outcome.num_candidates} settings in "
+        f"search       {outcome.num_runs} runs of {outcome.num_candidates} "
+        f"setting{'' if outcome.num_candidates == 1 else 's'} in "
         f"{outcome.seconds:.0f} s; {outcome.written_bytes / 1e9:.0f} GB were written"
     )
     yield f"settings     {setting_text(verdict.chosen)}"

@@ -38,7 +38,7 @@ def _missing() -> Finding:
         "torch",
         Level.PROBLEM,
         "not installed: nothing can be trained; tiermem.io and this command work without",
-        "pip install 'tiermem[train]'",
+        "pip install '.[train]' in the clone",
     )
 
 

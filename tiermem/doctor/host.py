@@ -41,6 +41,8 @@ def check_locking() -> Finding:
     untouched."""
     budget = _default_budget()
     bytes_allowed, shown = _limit(resource.RLIMIT_MEMLOCK)
+    if bytes_allowed < float("inf"):
+        shown = format_bytes(bytes_allowed)
     error = _lock_error(budget)
     size = format_bytes(budget)
     if not error:
@@ -49,12 +51,11 @@ def check_locking() -> Finding:
         return Finding("locked memory", Level.OK, text)
     swap = psutil.swap_memory().total
     may = f"may be swapped out ({format_bytes(swap)} of swap)" if swap else "stays (there is no swap)"
-    limit = shown if shown == "unlimited" else f"{shown} bytes"
     return Finding(
         "locked memory",
         Level.NOTE,
         f"an arena of {size}, the default budget, cannot be locked whole ({os.strerror(error)}; "
-        f"RLIMIT_MEMLOCK is {limit}): what lies beyond it {may}, and io_uring registers none of it",
+        f"RLIMIT_MEMLOCK is {shown}): what lies beyond it {may}, and io_uring registers none of it",
         "raise the limit: `ulimit -l unlimited`, memlock in /etc/security/limits.conf, LimitMEMLOCK= "
         "of a service, or --ulimit memlock=-1 of a container",
     )

@@ -26,6 +26,7 @@ import stat
 import threading
 import warnings
 import weakref
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +83,11 @@ class AsyncFile:
         self._closed = False
         self._released = False
         self._writes: weakref.WeakSet[Transfer] = weakref.WeakSet()  # not flushed yet
+        self._lost: deque[TierIOError] = deque()  # of writes that nobody waited for; without the lock
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "read and write" if self._writable else "read only"
+        return f"<AsyncFile: {self.path}, {state}, {self.engine.name}>"
 
     @property
     def direct(self) -> bool:
@@ -125,7 +131,8 @@ class AsyncFile:
     def flush(self) -> None:
         """Waits for the writes that were started and makes them durable (``fdatasync``).
 
-        Raises TierIOError if one of them failed or the drive refuses.
+        Raises TierIOError if one of them failed (also one whose transfer was dropped), after all of
+        them have ended, or if the drive refuses.
         """
         self._check_process()
         with self._state:
@@ -133,8 +140,7 @@ class AsyncFile:
             writes, self._writes = list(self._writes), weakref.WeakSet()
             fd = os.dup(self._descriptors.cached)  # another thread may close the file meanwhile
         try:
-            for transfer in writes:
-                transfer.wait()
+            self._settle(writes)
             os.fdatasync(fd)
         except TierIOError:
             raise
@@ -143,6 +149,23 @@ class AsyncFile:
             raise TierIOError(error.errno or errno.EIO, context) from error
         finally:
             os.close(fd)
+
+    def _settle(self, writes: list[Transfer]) -> None:
+        """Waits for all of ``writes``; raises the first failure since the last flush."""
+        failures: list[TierIOError] = []
+        try:
+            for transfer in writes:
+                try:
+                    transfer.wait()
+                except TierIOError as error:
+                    failures.append(error)
+        except BaseException:  # Ctrl-C: they are still to be flushed
+            with self._state:
+                self._writes.update(writes)
+            raise
+        lost = [self._lost.popleft() for _ in range(len(self._lost))]
+        if lost or failures:
+            raise (lost + failures)[0]
 
     def close(self) -> None:
         """Cancels what has not begun (its ``wait`` raises ECANCELED), waits for what has. Idempotent.
@@ -178,7 +201,7 @@ class AsyncFile:
 
     def _start(self, op: Op, span: Span, offset: int, priority: Priority) -> Transfer:
         self._check_process()
-        checks.check_transfer(0, offset, span.address or 1, span.nbytes)
+        offset = checks.check_offset(offset, span.nbytes)
         context = IOContext("read" if op == Op.READ else "write", self.path, offset, span.nbytes)
         owner = (span.owner, self)  # the descriptors must live as long as the memory
         parts: list[Request] = []
@@ -191,9 +214,10 @@ class AsyncFile:
                         self._queue, op, fd, begin, address, end - begin, owner=owner, priority=priority
                     )
                 )
-            transfer = Transfer(context, parts)
-            if op == Op.WRITE:
-                self._writes.add(transfer)
+            if op == Op.READ:
+                return Transfer(context, parts)
+            transfer = Transfer(context, parts, lost=self._lost)
+            self._writes.add(transfer)
         return transfer
 
     def _cut(self, span: Span, offset: int) -> list[tuple[int, int, int]]:
@@ -246,9 +270,9 @@ def open_file(
     name = os.fspath(path)
     if mode not in _FLAGS:
         raise ConfigError(f"mode is {mode!r}; it must be one of {', '.join(_FLAGS)}")
-    if nbytes < 0 or (nbytes and mode == "r"):
+    if not 0 <= nbytes <= (0 if mode == "r" else checks.MAX_OFFSET):
         raise ConfigError(
-            f"nbytes is {nbytes} in mode {mode!r}; it must be 0 to read, else not negative"
+            f"nbytes is {nbytes} in mode {mode!r}; it must be 0 to read, else 0 to {checks.MAX_OFFSET}"
         )
     engine = open_engine_anywhere(backend)
     try:
@@ -264,7 +288,7 @@ def open_file(
 
 
 def _open_descriptors(name: str, mode: str, nbytes: int, direct: bool) -> _Descriptors:
-    context = IOContext("open", name, 0, nbytes)
+    context = IOContext("open", name, 0, 0)
     try:
         cached = os.open(name, _FLAGS[mode] | os.O_CLOEXEC, 0o666)
     except OSError as error:

@@ -96,6 +96,9 @@ class Request(Protocol):
         TimeoutError; a short transfer that could not be continued is OSError(EIO) that says so.
         Calling it again gives the same result."""
 
+    def failure(self) -> str:
+        """Where and why it failed, without what it is; empty if it has not."""
+
 
 Move = tuple[int, int, int, int]
 """What one transfer moves: descriptor, offset in the file, address, length in bytes."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 from tiermem.errors import ConfigError, StateError
 from tiermem.io.base import QueueOptions
 from tiermem.types import ALIGNMENT, format_bytes
@@ -9,6 +11,7 @@ from tiermem.types import ALIGNMENT, format_bytes
 MAX_CHUNK_BYTES = 1 << 30
 MAX_DEPTH = 4096
 MAX_OFFSET = (1 << 63) - 1
+MAX_DESCRIPTOR = (1 << 31) - 1
 
 
 def check_options(options: QueueOptions) -> None:
@@ -28,12 +31,41 @@ def check_options(options: QueueOptions) -> None:
 
 
 def check_transfer(fd: int, offset: int, address: int, length: int) -> None:
-    """Raises ValueError for a transfer that no file or memory can hold."""
-    if fd < 0 or offset < 0 or length < 0 or offset + length > MAX_OFFSET or (length and address <= 0):
+    """Raises ValueError for a transfer that no file or memory can hold, TypeError for what are no whole
+    numbers."""
+    try:
+        bits = fd | offset | address | length  # negative if one of them is; floats have none
+    except TypeError:
+        raise TypeError(
+            f"fd {fd!r}, offset {offset!r}, address {address!r}, length {length!r}: each must be a "
+            "whole number (an int)"
+        ) from None
+    if (
+        not 0 <= bits <= MAX_OFFSET
+        or offset + length > MAX_OFFSET
+        or fd > MAX_DESCRIPTOR
+        or (length and not address)
+    ):
         raise ValueError(
             f"fd {fd}, offset {offset}, address {address}, length {length}: none may be negative, "
-            f"the address not 0, and offset + length at most {MAX_OFFSET}"
+            f"the address not 0, fd at most {MAX_DESCRIPTOR}, the address and offset + length at most "
+            f"{MAX_OFFSET}"
         )
+
+
+def check_offset(offset: int, nbytes: int) -> int:
+    """``offset`` as an int. ValueError or TypeError if no file can hold ``nbytes`` there."""
+    try:
+        begin = operator.index(offset)
+    except TypeError:
+        raise TypeError(
+            f"offset is {offset!r}; it must be a whole number of bytes from the start of the file"
+        ) from None
+    if not 0 <= begin <= MAX_OFFSET - nbytes:
+        raise ValueError(
+            f"offset is {begin}; it must be 0 to {MAX_OFFSET - nbytes} for a transfer of {nbytes} bytes"
+        )
+    return begin
 
 
 def closed_error() -> StateError:

@@ -62,16 +62,22 @@ class PendingRequest(abc.ABC):
     def _describe(self) -> str:
         return f"{self.operation} of {self.length} bytes at offset {self.offset}"
 
-    def _error(self, outcome: Outcome) -> OSError:
+    def failure(self) -> str:
+        """Where and why it failed, without what it is; empty if it has not."""
+        outcome = self._observe(0.0)
+        return "" if outcome is None or outcome.status >= 0 else self._why(outcome)[1]
+
+    def _why(self, outcome: Outcome) -> tuple[int, str]:
         code = -outcome.status
         reason = os.strerror(code)
         if code == errno.ENODATA:
             code, reason = errno.EIO, "incomplete transfer: the file ends there"
-        return OSError(
-            code,
-            f"{self._describe()} failed at offset {self.offset + outcome.failed_at}: {reason} "
-            f"({outcome.transferred} bytes were moved)",
-        )
+        where = self.offset + outcome.failed_at
+        return code, f"at offset {where}: {reason} ({outcome.transferred} bytes were moved)"
+
+    def _error(self, outcome: Outcome) -> OSError:
+        code, why = self._why(outcome)
+        return OSError(code, f"{self._describe()} failed {why}")
 
     def __del__(self) -> None:
         # The memory must outlive the transfer, and a failure that nobody waited for must be heard.

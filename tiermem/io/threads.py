@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import logging
 import os
 import threading
 import time
@@ -22,6 +23,8 @@ from tiermem.io.base import EngineStats, Fault, FaultKind, Move, Op, Priority, Q
 from tiermem.io.latency import Latency, LatencyCounter
 from tiermem.io.request import Outcome, PendingRequest
 from tiermem.types import ALIGNMENT
+
+logger = logging.getLogger(__name__)
 
 _MAX_WORKERS = 4  # per queue and direction; more do not help under the GIL
 _COPY_CHUNK_BYTES = 4 << 20
@@ -187,6 +190,17 @@ def _run_chunk(op: Op, chunk: _Chunk) -> int:
         chunk.retries += 1
 
 
+def _run_safely(op: Op, chunk: _Chunk) -> int:
+    """`_run_chunk`; the thread survives everything, or whoever waits for its chunk waits for ever."""
+    try:
+        return _run_chunk(op, chunk)
+    except MemoryError:
+        return -errno.ENOMEM
+    except Exception:
+        logger.exception("a chunk failed in a way that was not foreseen")
+        return -errno.EIO
+
+
 class _PathQueue:
     """One path: lists by operation and priority, and the workers. `_lock` guards every field."""
 
@@ -268,7 +282,7 @@ class _PathQueue:
             if chunk is None:
                 return
             started = time.monotonic_ns()
-            status = _run_chunk(op, chunk)
+            status = _run_safely(op, chunk)
             if not status:
                 self.latency[op].count(time.monotonic_ns() - started)
             self._settle(op, chunk, status)
@@ -407,7 +421,10 @@ class ThreadsEngine:
         if not 0 <= queue < len(self._queues):
             raise ValueError(f"queue is {queue}; there are {len(self._queues)}")
         operation = "read" if op == Op.READ else "write"
-        requests = [ThreadRequest(operation, *move, owner) for move in moves]
+        requests = [
+            ThreadRequest(operation, fd, int(offset), int(address), int(length), owner)
+            for fd, offset, address, length in moves
+        ]
         started = [request for request in requests if request.length]
         self._start(requests, lambda: self._queues[queue].push(Op(op), Priority(priority), started))
         for request in requests:

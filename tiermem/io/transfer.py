@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
 from tiermem.errors import IOContext, TierIOError
 from tiermem.io.base import Request
+
+logger = logging.getLogger(__name__)
 
 _SLICE_SECONDS = 1e-3
 
@@ -31,9 +35,17 @@ class Transfer:
     Any thread may wait, also several at once. A failure that nobody waits for is logged.
     """
 
-    def __init__(self, context: IOContext, parts: Sequence[Request]) -> None:
+    def __init__(
+        self,
+        context: IOContext,
+        parts: Sequence[Request],
+        lost: deque[TierIOError] | None = None,
+    ) -> None:
+        """``lost`` takes the failure that nobody waited for, if there is one."""
         self.context = context
         self._parts = tuple(parts)
+        self._lost = lost
+        self._raised = False
 
     @property
     def offset(self) -> int:
@@ -57,7 +69,7 @@ class Transfer:
         all of it) when the file was closed, else what the system says.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        failures: list[OSError] = []
+        failures: list[tuple[Request, OSError]] = []
         for part in self._parts:  # all of them, before any failure: until then the memory is in use
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
@@ -65,16 +77,30 @@ class Transfer:
             except TimeoutError:
                 raise TimeoutError(f"{self.context}: not complete after {timeout} s") from None
             except OSError as error:
-                failures.append(error)
+                failures.append((part, error))
         if failures:
-            raise self._failure(failures[0])
+            self._raised = True
+            raise self._failure(*failures[0])
 
-    def _failure(self, first: OSError) -> TierIOError:
+    def _failure(self, part: Request, first: OSError) -> TierIOError:
         if first.errno == errno.ECANCELED:
             detail = "the file was closed before all of it had begun; wait before close()"
         else:
-            detail = str(first.args[1])
+            detail = part.failure()
         return TierIOError(first.errno or errno.EIO, self.context, detail)
+
+    def __del__(self) -> None:
+        # Its requests wait and log by themselves; here only what a flush has to know.
+        lost = getattr(self, "_lost", None)
+        if lost is None or self._raised:
+            return
+        try:
+            self.wait()
+        except TierIOError as error:
+            logger.error("nobody waited for a transfer that failed: %s", error)
+            lost.append(error.with_traceback(None))  # which would hold the memory
+        except Exception:  # a forked child, or an interpreter half gone: nothing to report
+            return
 
     def __repr__(self) -> str:
         return f"<Transfer: {self.context}, {'done' if self.done() else 'in flight'}>"

@@ -70,21 +70,24 @@ def tensor_over(address: int, nbytes: int, keep: object = None) -> tuple[torch.T
 
 
 class ArenaPool:
-    """Leases over a CPU arena. See [Note: leases]."""
+    """Leases over a CPU arena, ``limit_bytes`` of it at most. See [Note: leases]."""
 
     host_addressable = True
 
-    def __init__(self, arena: Arena, *, poison: bool = False) -> None:
+    def __init__(self, arena: Arena, limit_bytes: int, *, poison: bool = False) -> None:
         self._arena = arena
+        self._left_bytes = limit_bytes
         self._poison = poison
         self._dead: deque[weakref.ref[Any]] = deque()
         self._out: dict[int, tuple[weakref.ref[Any], Block, str]] = {}  # by the reference's id
 
     def lend(self, nbytes: int, label: str) -> Lease | None:
         self.reclaim()
-        block = self._arena.allocate(round_up(max(nbytes, 1)), Purpose.GATHER)
+        padded = round_up(max(nbytes, 1))
+        block = self._arena.allocate(padded, Purpose.GATHER) if padded <= self._left_bytes else None
         if block is None:
             return None
+        self._left_bytes -= block.capacity
         tensor, exporter = tensor_over(block.address, block.capacity, block.mapping)
         death = weakref.ref(exporter, self._dead.append)
         self._out[id(death)] = (death, block, label)
@@ -95,6 +98,7 @@ class ArenaPool:
             _, block, _ = self._out.pop(id(self._dead.popleft()))
             if self._poison:
                 ctypes.memset(block.address, 0xFF, block.nbytes)
+            self._left_bytes += block.capacity
             self._arena.free(block)
 
     def holders(self) -> dict[str, int]:
@@ -105,7 +109,8 @@ class ArenaPool:
         return result
 
     def room(self) -> tuple[int, int]:
-        return self._arena.free_bytes, self._arena.largest_free
+        free = min(self._arena.free_bytes, self._left_bytes)
+        return free, min(free, self._arena.largest_free)
 
     def close(self) -> None:
         self.reclaim()

@@ -1,8 +1,8 @@
 """The same training wholly in memory with plain PyTorch: what tiermem has to agree with.
 
 bf16 follows the split-master scheme: fp32 masters, a bf16 copy that computes, rounded to nearest
-with ties away from zero (the rounding that a 16-bit remainder can invert), and AdamW on the masters
-with the bf16 gradients converted to fp32.
+with ties away from zero (the rounding that a 16-bit remainder can invert; to even, if masters are kept
+whole), and AdamW on the masters with the bf16 gradients converted to fp32.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class TrainOptions:
     """How to train; the same for tiermem and for the reference."""
 
     precision: Literal["bf16", "fp32"] = "bf16"
+    ties_away: bool = True  # how bf16 copies are rounded, as with a split master; else to even
     learning_rate: float = 3e-4
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -102,7 +103,7 @@ class ReferenceTrainer:
     def _copy_back(self) -> None:
         if self.options.precision == "bf16":
             for master, parameter in zip(self.masters, self._parameters, strict=True):
-                parameter.copy_(round_ties_away(master))
+                parameter.copy_(round_ties_away(master) if self.options.ties_away else master)
 
 
 def train_reference(

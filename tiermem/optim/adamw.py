@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
 
-from tiermem.comm import Communicator
 from tiermem.errors import ConfigError, StateError
-from tiermem.kernels import AdamWStep, Kernels
+from tiermem.kernels import AdamWStep
+from tiermem.optim.control import StepControl
 from tiermem.optim.options import OptionIndex, check_options
+from tiermem.optim.rule import AdamWRule
 from tiermem.optim.state import MOMENT_KEYS, LazyState, LazyStates, check_state
 from tiermem.types import Field
 from tiermem.zero import compat
@@ -26,39 +26,15 @@ from tiermem.zero.placeholder import Placeholder
 from tiermem.zero.runtime import Runtime
 from tiermem.zero.update import PendingUpdate
 
-_MOMENTS = ((Field.EXP_AVG, torch.float32), (Field.EXP_AVG_SQ, torch.float32))
-
-
-class AdamWRule:
-    """AdamW on fp32 parameters, or on bf16 parameters with a split master (DESIGN: bits(master) =
-    (hi << 16) + lo)."""
-
-    def state_fields(self, dtype: torch.dtype) -> tuple[tuple[Field, torch.dtype], ...]:
-        if dtype == torch.bfloat16:
-            return ((Field.MASTER_LO, torch.int16), *_MOMENTS)
-        return _MOMENTS
-
-    def apply(
-        self,
-        kernels: Kernels,
-        hyper: Any,
-        param: torch.Tensor,
-        states: dict[Field, torch.Tensor],
-        gradient: torch.Tensor,
-    ) -> None:
-        avg, avg_sq = states[Field.EXP_AVG], states[Field.EXP_AVG_SQ]
-        if param.dtype == torch.bfloat16:
-            kernels.adamw_split(hyper, param, states[Field.MASTER_LO], avg, avg_sq, gradient)
-        else:
-            kernels.adamw_fp32(hyper, param, avg, avg_sq, gradient)
+_UPDATED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class AdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) on sharded parameters.
 
     Arguments are those of `torch.optim.AdamW`; ``lr`` may be a tensor. ``params`` are parameters of
-    one or more models sharded on one runtime. Parameters are float32 or bfloat16; a bfloat16 one has
-    an fp32 master of which its compute copy is the upper half. ``amsgrad`` is not supported.
+    one or more models sharded on one runtime. Parameters are float32, bfloat16 or float16; the 16-bit
+    ones have fp32 masters. ``amsgrad`` is not supported.
 
     ``step()`` fixes what the update uses and returns; the update itself runs under the next forward
     (``update: deferred``) or ran inside backward (``update: backward``). Anything that reads a
@@ -78,11 +54,12 @@ class AdamW(torch.optim.Optimizer):
         maximize: bool = False,
         runtime: Runtime | None = None,
     ) -> None:
-        self._rule = AdamWRule()
+        self._rule: AdamWRule | None = None
         self._runtime = runtime
         self._handles: dict[int, ShardedParam] = {}
         self._options = OptionIndex(self._handle_of)
         self._frozen_scalars: dict[ParamGroup, dict[int, AdamWStep]] = {}
+        self._control = StepControl(self)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -116,15 +93,19 @@ class AdamW(torch.optim.Optimizer):
         for param in fresh:
             handle = runtime.resolve(param)
             self._handles[id(param)] = handle
-            if handle.real.requires_grad and handle.real.dtype not in (torch.float32, torch.bfloat16):
+            if handle.real.requires_grad and handle.real.dtype not in _UPDATED:
                 raise ConfigError(
-                    f"{handle.name!r} has dtype {handle.real.dtype}; AdamW updates float32 and "
-                    f"bfloat16. Remedy: compute_dtype: 'bf16' or 'fp32', or freeze it"
+                    f"{handle.name!r} has dtype {handle.real.dtype}; AdamW updates float32, bfloat16 "
+                    f"and float16. Remedy: compute_dtype: 'bf16', 'fp16' or 'fp32', or freeze it"
                 )
             if runtime.updates.owners.get(handle.group) is not self:
                 touched[handle.group] = None
+            if handle.real.requires_grad and handle.real.dtype == torch.float16:
+                self._control.scale_losses()
+        if runtime.config.scales_loss:
+            self._control.scale_losses()
         with runtime.interrupts:
-            attach_optimizer(runtime, self, self._rule, list(touched))
+            attach_optimizer(runtime, self, self.rule, list(touched))
 
     def _find_runtime(self, params: Iterable[torch.Tensor]) -> Runtime:
         if self._runtime is None:
@@ -142,12 +123,14 @@ class AdamW(torch.optim.Optimizer):
         return self._runtime
 
     @property
-    def _rt(self) -> Runtime:
+    def runtime(self) -> Runtime:
+        """The runtime of its parameters."""
         assert self._runtime is not None
         return self._runtime
 
-    def _groups(self) -> list[ParamGroup]:
-        return [g for g in self._rt.groups if self._rt.updates.owners.get(g) is self]
+    def groups(self) -> list[ParamGroup]:
+        """The groups that it updates."""
+        return [g for g in self.runtime.groups if self.runtime.updates.owners.get(g) is self]
 
     # ---- the step
 
@@ -162,19 +145,21 @@ class AdamW(torch.optim.Optimizer):
 
     @uninterrupted
     def _take_step(self) -> None:
-        runtime = self._rt
+        runtime = self.runtime
         runtime.backward.forget_stale()
         runtime.check_usable()
         updates = runtime.updates
         runtime.reducer.flush()
         if updates.in_backward:
             self._check_unchanged()
-        for group in self._groups():
+        fresh = [g for g in self.groups() if g.gradient is not None and g.gradient.present]
+        if fresh and self._control.skips():
+            fresh = []
+        for group in self.groups():
             if (group.pending is not None or group.owed) and group not in updates.updated:
                 runtime.gather.apply_pending([group])
-        for group in self._groups():
-            if group.gradient is not None and group.gradient.present:
-                updates.freeze(group, self)
+        for group in fresh:
+            updates.freeze(group, self)
         updates.stepped(self)
         runtime.reducer.stepped()
         self._frozen_scalars.clear()
@@ -183,6 +168,8 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def rule(self) -> AdamWRule:
+        if self._rule is None:
+            self._rule = AdamWRule(self.runtime.config)
         return self._rule
 
     def freeze(self, group: ParamGroup, gradient: GroupGradient) -> PendingUpdate:
@@ -193,9 +180,10 @@ class AdamW(torch.optim.Optimizer):
                 options = self._options_of(param)
                 if options is not None:
                     param.steps += 1
-                    scalars[param.index] = self._scalars(options, param.steps, gradient.scale)
+                    scale = gradient.scale * self._control.unscale
+                    scalars[param.index] = self._scalars(options, param.steps, scale)
         self._frozen_scalars[group] = scalars
-        return PendingUpdate(self._rule, scalars, gradient)
+        return PendingUpdate(self.rule, scalars, gradient)
 
     def _scalars(self, options: Mapping[str, Any], step: int, scale: float = 1.0) -> AdamWStep:
         beta1, beta2 = options["betas"]
@@ -238,59 +226,67 @@ class AdamW(torch.optim.Optimizer):
     @uninterrupted
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets gradients that no ``step()`` has taken."""
-        self._rt.backward.forget_stale()
-        self._rt.check_usable()
-        self._rt.updates.check_discard(self)
-        for group in self._groups():
-            self._rt.gradients.discard(group)
-            self._rt.reducer.discard(group)
+        self.runtime.backward.forget_stale()
+        self.runtime.check_usable()
+        self.runtime.updates.check_discard(self)
+        for group in self.groups():
+            self.runtime.gradients.discard(group)
+            self.runtime.reducer.discard(group)
             for param in group.params:
                 param.real.grad = None
+
+    # ---- all gradients together
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """``loss`` times the loss scale, in fp32: ``optimizer.scale(loss).backward()``. As it is where
+        losses are not scaled."""
+        return loss if self._control.scaler is None else self._control.scaler.apply(loss)
+
+    @property
+    def loss_scale(self) -> float:
+        """What `scale` multiplies by; it changes in ``step()`` only. 1.0 without loss scaling."""
+        return self._control.loss_scale
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last ``step()`` was skipped since a gradient was not finite."""
+        return self._control.scaler is not None and self._control.scaler.overflow
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped so far."""
+        return 0 if self._control.scaler is None else self._control.scaler.skipped_steps
 
     def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Scales the next step's gradients so that their global 2-norm is at most ``max_norm``.
 
-        Returns the norm before clipping (fp64 scalar). The factor is
+        Returns the norm before clipping (fp64 scalar), of gradients without their loss scale; it stays
+        readable as `last_grad_norm`, the one after it as `last_clipped_norm`. The factor is
         ``min(1, max_norm / (norm + 1e-6))``, applied in fp32 inside the update. Squares are summed
-        in fp64 in an order that does not depend on placement. Raises `StateError` with
-        ``update: 'backward'``.
+        in fp64 in an order that does not depend on placement. After an overflow, which ``step()`` will
+        skip, the norm is not finite. Raises `StateError` with ``update: 'backward'``.
         """
-        if self._rt.updates.in_backward:
-            raise StateError(
-                "clip_grad_norm_ needs all gradients before any update, but update: 'backward' updates "
-                "during backward. Remedy: update: 'deferred'"
-            )
-        if not max_norm >= 0:
-            raise ConfigError(f"max_norm is {max_norm}; it must be at least 0")
-        norm = self.grad_norm()
-        if error_if_nonfinite and not math.isfinite(norm):
-            raise StateError(f"the gradient norm is {norm}; pass error_if_nonfinite=False to go on")
-        factor = min(1.0, max_norm / (norm + 1e-6)) if not math.isnan(norm) else math.nan
-        for group in self._groups():
-            if group.gradient is not None:
-                group.gradient.scale *= factor
+        norm = self._control.clip(max_norm, error_if_nonfinite=error_if_nonfinite)
         return torch.tensor(norm, dtype=torch.float64)
 
     def grad_norm(self) -> float:
-        """The 2-norm over all gradients that the next ``step()`` would use; over several ranks one
-        exchange of a number for each communicator."""
-        self._rt.reducer.flush()
-        squares: dict[Communicator, list[float]] = {}
-        for group in self._groups():
-            own = group.gradient
-            mine = squares.setdefault(group.sharing.comm, [])
-            mine += [
-                own.sum_squares[param.index] * own.scale**2
-                for param in (group.params if own is not None else ())
-                if own is not None and param.index in own.present
-                if self._options_of(param) is not None
-            ]
-        sums = []
-        for comm, values in squares.items():
-            mine_sum = _sum(values)
-            every = comm.gather_values("gradient norm", [mine_sum]) if comm.size > 1 else [(mine_sum,)]
-            sums.append(_sum([row[0] for row in every]))
-        return math.sqrt(_sum(sums)) if math.isfinite(_sum(sums)) else _sum(sums)
+        """The 2-norm over all gradients that the next ``step()`` would use, without their loss scale;
+        over several ranks one exchange of a number for each communicator."""
+        return self._control.grad_norm()
+
+    @property
+    def last_grad_norm(self) -> float | None:
+        """The last norm that was computed, before clipping; None before the first."""
+        return self._control.norm
+
+    @property
+    def last_clipped_norm(self) -> float | None:
+        """The same after clipping; where nothing was clipped it is the same number."""
+        return self._control.clipped_norm
+
+    def counts(self, param: ShardedParam) -> bool:
+        """Whether ``param`` is in one of the groups."""
+        return self._options_of(param) is not None
 
     # ---- state
 
@@ -307,17 +303,17 @@ class AdamW(torch.optim.Optimizer):
         region = param.group.regions[param.segment.region]
 
         def read(name: Field) -> torch.Tensor:
-            with self._rt.interrupts:
-                self._rt.check_usable()
-                self._rt.gather.apply_pending([param.group])
-                return self._rt.states.read(region, name, param)
+            with self.runtime.interrupts:
+                self.runtime.check_usable()
+                self.runtime.gather.apply_pending([param.group])
+                return self.runtime.states.read(region, name, param)
 
         loaders: dict[str, Callable[[], Any]] = {
             "step": lambda: torch.tensor(float(param.steps)),
             "exp_avg": lambda: read(Field.EXP_AVG),
             "exp_avg_sq": lambda: read(Field.EXP_AVG_SQ),
         }
-        if Field.MASTER_LO in region.states:
+        if region.master is not None:
             loaders["master"] = lambda: full_master(param.placeholder)
         return loaders
 
@@ -336,15 +332,18 @@ class AdamW(torch.optim.Optimizer):
         params = self._all_params()
         groups, start = [], 0
         for group in self.param_groups:
-            packed = {key: value for key, value in group.items() if key != "params"}
-            packed["params"] = list(range(start, start + len(group["params"])))
+            options = {key: value for key, value in group.items() if key != "params"}
+            options["params"] = list(range(start, start + len(group["params"])))
             start += len(group["params"])
-            groups.append(packed)
+            groups.append(options)
         states = LazyStates(
             lambda: list(range(len(params))),
             lambda i: self._state_of(params[i]) if 0 <= i < len(params) else None,
         )
-        return {"state": states, "param_groups": groups}
+        packed: dict[str, Any] = {"state": states, "param_groups": groups}
+        if self._control.scaler is not None:
+            packed["loss_scale"] = self._control.scaler.state_dict()
+        return packed
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes a state of this class or of `torch.optim.AdamW` over the same parameters in the same
@@ -379,9 +378,11 @@ class AdamW(torch.optim.Optimizer):
         }
         for handle, state in found.items():
             check_state(handle, state)
-        self._rt.drain()
+        self.runtime.drain()
         for group, loaded in zip(self.param_groups, saved, strict=True):
             group.update({k: v for k, v in loaded.items() if k != "params"})
+        if self._control.scaler is not None and "loss_scale" in state_dict:
+            self._control.scaler.load_state_dict(state_dict["loss_scale"])
         for handle in handles:
             self._load_one(handle, found.get(handle))
 
@@ -390,17 +391,12 @@ class AdamW(torch.optim.Optimizer):
         region = param.group.regions[param.segment.region]
         for key, name in MOMENT_KEYS.items():
             if saved is not None:
-                self._rt.states.write(region, name, param, _flat(saved[key], param))
+                self.runtime.states.write(region, name, param, _flat(saved[key], param))
             elif name in region.initialised:
-                self._rt.states.edit(region, name, param, lambda t: t.zero_())
-        if saved is not None and "master" in saved and Field.MASTER_LO in region.states:
+                self.runtime.states.edit(region, name, param, lambda t: t.zero_())
+        if saved is not None and "master" in saved and region.master is not None:
             set_full_master(param.placeholder, saved["master"])
         param.steps = int(saved["step"]) if saved is not None else 0
-
-
-def _sum(values: Sequence[float]) -> float:
-    """Rounded once, in any order; not finite if one is not."""
-    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
 
 
 def _flat(value: torch.Tensor, param: ShardedParam) -> torch.Tensor:

@@ -14,9 +14,9 @@ Loader = Callable[[], Any]
 
 
 class LazyState(Mapping[str, Any]):
-    """The state of one parameter: ``step``, ``exp_avg``, ``exp_avg_sq`` and, for bf16 parameters,
-    ``master`` (fp32). A value is read from its tier at each access, as it is then, into a tensor of
-    the caller's; pickling (``torch.save``) reads all of them, one parameter after another.
+    """The state of one parameter: ``step``, ``exp_avg``, ``exp_avg_sq`` and, for 16-bit
+    parameters, ``master`` (fp32). A value is read from its tier at each access, as it is then, into a
+    tensor of the caller's; pickling (``torch.save``) reads all of them, one parameter after another.
     """
 
     __slots__ = ("_loaders",)

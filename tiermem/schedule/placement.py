@@ -51,6 +51,7 @@ class HostRequest:
     transfer_bytes: int  # for groups on their way to or from an accelerator
     stripe_bytes: int  # resident parts are whole stripe units
     resident_limit: int | None
+    fill_bytes: int = 0  # needed once, before there are slots and gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +86,12 @@ def plan_host(groups: Sequence[GroupSize], request: HostRequest) -> HostPlan:
     smallest_sub_group = min(
         round_up(request.sub_group_numel or MIN_SUB_GROUP_NUMEL), max(round_up(largest), ALIGNMENT)
     )
-    smallest = fixed + (all_kept if must_keep else staging_bytes)
+    working = all_kept if must_keep else staging_bytes
     if needs_slots:
-        smallest += MIN_SLOTS * slot_bytes(
+        working += MIN_SLOTS * slot_bytes(
             smallest_sub_group, request.state_itemsize, request.grad_itemsize
         )
+    smallest = fixed + max(working, request.fill_bytes)
     used = request.total - request.budget
     if request.budget < smallest:
         raise BudgetError(
@@ -112,6 +114,7 @@ def plan_host(groups: Sequence[GroupSize], request: HostRequest) -> HostPlan:
         share = 0.6 if request.params is not Tier.DEVICE else 1.0
         num_staging = max(1, min(PREFERRED_STAGING, len(streams), int(free * share) // staging_bytes))
         free -= num_staging * staging_bytes
+    free = min(free, request.budget - fixed - request.fill_bytes)
     return _with_residents(
         groups,
         request,
@@ -238,12 +241,14 @@ def _share(free: int, total: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """The division of the device budget. ``persistent_bytes``: parameters that stay, and states."""
+    """The division of the device budget. ``persistent_bytes``: parameters that stay, and
+    ``states_bytes`` of states."""
 
     budget: int
     persistent_bytes: int
     ahead_bytes: int
     smallest_budget: int
+    states_bytes: int = 0
 
 
 def plan_device(
@@ -270,4 +275,5 @@ def plan_device(
             f"what encloses it. Raise device_memory, or wrap smaller modules"
         )
     room = budget - smallest
-    return DevicePlan(budget, persistent, room if prefetch is None else min(prefetch, room), smallest)
+    ahead = room if prefetch is None else min(prefetch, room)
+    return DevicePlan(budget, persistent, ahead, smallest, states_bytes)

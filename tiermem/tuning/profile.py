@@ -18,7 +18,7 @@ import logging
 import os
 import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -176,22 +176,40 @@ def profile_file(identities: Sequence[Identity], directory: Path | None = None) 
     return (directory or state_directory()) / f"profile-{name}.json"
 
 
+def check_place(file: Path | None) -> None:
+    """Raises what `save_profile` would, before anything was measured for it; None: the usual place,
+    whose directory is made. A file of 4 KiB is made and removed."""
+    place = file or state_directory() / "profile-none.json"
+    if not place.name or place.is_dir():
+        raise ConfigError(
+            f"the profile is to be saved in {str(place)!r}, a directory; name a file in it"
+        )
+    with _saving(place) as beside, open(beside, "xb") as stream:
+        stream.write(bytes(ALIGNMENT))
+
+
 def save_profile(profile: Profile, file: Path) -> None:
     """Replaces ``file`` as a whole; makes its directory. Raises `TierIOError` naming it."""
+    with _saving(file) as beside:
+        with open(beside, "x", encoding="utf-8") as stream:
+            json.dump(profile.fields(), stream, indent=2)
+            stream.write("\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(beside, file)
+
+
+@contextlib.contextmanager
+def _saving(file: Path) -> Iterator[Path]:
+    """A new name beside ``file``; what has it at the end is removed."""
     beside = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with open(beside, "x", encoding="utf-8") as stream:
-                json.dump(profile.fields(), stream, indent=2)
-                stream.write("\n")
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(beside, file)
-        except BaseException:
+            yield beside
+        finally:
             with contextlib.suppress(OSError):
                 os.unlink(beside)
-            raise
     except OSError as error:
         context = IOContext("saving the profile", str(file), 0, 0)
         remedy = "name another file with --save, or use --no-save"
@@ -210,7 +228,7 @@ def load_profile(file: Path) -> Profile | None:
         problem = error.strerror or str(error)
     except KeyError as error:
         problem = f"{error} is missing"
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         problem = str(error)
     logger.warning(
         "the profile %s is not used: %s; make a new one with tiermem tune, or delete it", file, problem

@@ -25,6 +25,7 @@ from tiermem.tuning.identity import identity_of
 from tiermem.tuning.profile import PathBandwidth, Profile, ProfiledPath
 from tiermem.tuning.search import Search
 from tiermem.tuning.verdict import Round, Verdict
+from tiermem.types import format_bytes
 
 DEFAULT_BUDGET_SECONDS = 60.0
 _MODES = (Mode.READ, Mode.WRITE, Mode.DUPLEX)
@@ -125,7 +126,30 @@ class Tuner:
         self._num_runs = 0
         self._written_bytes = 0.0
         self._seen: set[Candidate] = set()
-        self.session = Session(plan.bench_plan(), _Relay(self), stop)
+        self.session = self._open_session(plan, stop)
+
+    def _open_session(self, plan: TunePlan, stop: threading.Event) -> Session:
+        """The files, written once. Raises `ConfigError` if that leaves nothing of the budget."""
+        late = threading.Event()
+
+        def give_up() -> None:
+            late.set()
+            stop.set()
+
+        timer = threading.Timer(plan.budget, give_up)
+        timer.daemon = True
+        timer.start()
+        try:
+            session = Session(plan.bench_plan(), _Relay(self), stop)
+        finally:
+            timer.cancel()
+        if late.is_set():
+            session.close()
+            raise ConfigError(
+                f"writing files of {format_bytes(plan.size_bytes)} took longer than --budget "
+                f"{plan.budget:g} s: give a longer one, or a smaller --size"
+            )
+        return session
 
     def close(self) -> None:
         """Removes the files and directories. Idempotent."""
@@ -263,6 +287,7 @@ class Tuner:
     def _profile(
         self, candidate: Candidate, figures: dict[tuple[Mode, int | None], list[Run]]
     ) -> tuple[Profile, float | None]:
+        self._check_moved(figures)
         paths = []
         together = figures[Mode.DUPLEX, None]
         for number, place in enumerate(self.session.places):
@@ -288,6 +313,21 @@ class Tuner:
             return profile, None
         sums = (each.bandwidth.balanced_gb_per_s for each in paths)
         return profile, sum(sums) / sum(each.alone_gb_per_s for each in paths)
+
+    def _check_moved(self, figures: dict[tuple[Mode, int | None], list[Run]]) -> None:
+        """A drive that ended no block in half of the runs has no bandwidth to keep."""
+        for (mode, only), runs in figures.items():
+            for number, place in enumerate(self.session.places):
+                if only not in (None, number):
+                    continue
+                if not all(
+                    statistics.median(_speed(run, number, op) for run in runs) for op in mode.ops
+                ):
+                    raise ConfigError(
+                        f"{place.site.path} ended no block in {mode.value} runs of "
+                        f"{self.plan.run_seconds:g} s, so that its bandwidth is not known: give a "
+                        f"longer --budget than {self.plan.budget:g} s (60 s: runs of 0.5 s)"
+                    )
 
     def say(self, text: str) -> None:
         """For the session: what begins."""

@@ -61,6 +61,11 @@ class Verdict:
     rounds: int
 
     @property
+    def is_compared(self) -> bool:
+        """Whether the runs were enough to say anything about another setting."""
+        return self.gain is not None and self.gain.low is not None
+
+    @property
     def is_distinguishable(self) -> bool:
         return self.chosen != self.default
 

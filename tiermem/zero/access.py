@@ -11,6 +11,7 @@ from tiermem.errors import StateError
 from tiermem.types import Field
 from tiermem.zero.gradients import flatten_like
 from tiermem.zero.group import ParamGroup, ShardedParam
+from tiermem.zero.masters import store_master
 from tiermem.zero.placeholder import Placeholder
 from tiermem.zero.states import collect
 
@@ -59,8 +60,11 @@ def full_master(param: torch.Tensor) -> torch.Tensor:
     runtime = handle.group.runtime
     value = full_param(param)
     region = handle.group.regions[handle.segment.region]
-    if Field.MASTER_LO not in region.states:
+    if region.master is None:
         return value.to(torch.float32)
+    if region.master is Field.MASTER:
+        with runtime.interrupts:
+            return runtime.states.read(region, Field.MASTER, handle)
     stride = handle.spec.stride
     with runtime.interrupts:
         remainder = runtime.states.read(region, Field.MASTER_LO, handle)
@@ -72,8 +76,7 @@ def full_master(param: torch.Tensor) -> torch.Tensor:
 
 
 def set_full_master(param: torch.Tensor, master: torch.Tensor) -> None:
-    """Sets a bf16 parameter and its remainder so that its master is ``master`` (fp32), or an fp32
-    parameter to it."""
+    """Sets a 16-bit parameter so that its master is ``master`` (fp32), or an fp32 parameter to it."""
     handle = _handle(param)
     if tuple(master.shape) != tuple(handle.spec.shape):
         raise StateError(
@@ -83,17 +86,17 @@ def set_full_master(param: torch.Tensor, master: torch.Tensor) -> None:
     runtime = handle.group.runtime
     region = handle.group.regions[handle.segment.region]
     flat = flatten_like(master.detach().to(device="cpu", dtype=torch.float32), handle.spec.stride)
-    if Field.MASTER_LO not in region.states:
+    if region.master is None:
         with gathered(param), torch.no_grad():
             handle.real.copy_(flat.as_strided(handle.spec.shape, handle.spec.stride))
         return
-    high = torch.empty(flat.numel(), dtype=torch.bfloat16)
-    low = torch.empty(flat.numel(), dtype=torch.int16)
-    runtime.kernels.split_master(flat.contiguous(), high, low)
+    compute = torch.empty(flat.numel(), dtype=handle.spec.dtype)
+    state = torch.empty(flat.numel(), dtype=region.states[region.master].dtype)
+    store_master(runtime.kernels, flat, compute, state)
     with gathered(param), torch.no_grad():
-        handle.real.copy_(high.as_strided(handle.spec.shape, handle.spec.stride))
+        handle.real.copy_(compute.as_strided(handle.spec.shape, handle.spec.stride))
     with runtime.interrupts:
-        runtime.states.write(region, Field.MASTER_LO, handle, low)
+        runtime.states.write(region, region.master, handle, state)
 
 
 def full_grad(param: torch.Tensor) -> torch.Tensor | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tiermem.errors import StateError
 from tiermem.schedule.placement import plan_host
-from tiermem.types import round_up
+from tiermem.types import Field, round_up
 from tiermem.zero.group import ParamGroup
 from tiermem.zero.plan import existing_size, host_request, reduce_bytes, slot_itemsizes
 from tiermem.zero.runtime import Runtime
@@ -65,10 +65,8 @@ def _divide(runtime: Runtime, rule: UpdateRule, groups: Sequence[ParamGroup]) ->
     if plan.num_staging:
         runtime.gradients.add_staging(plan.num_staging, plan.staging_bytes)
     runtime.gradients.spills = not runtime.updates.in_backward and config.uses_nvme
-    runtime.gradients.may_widen = (
-        not runtime.updates.in_backward and config.gradient_accumulation_steps != 1
-    )
-    runtime.gradients.start_wide = (config.gradient_accumulation_steps or 1) > 1
+    runtime.gradients.may_widen = config.may_widen
+    runtime.gradients.start_wide = config.starts_wide
     for index, group in enumerate(groups):
         group.stages_gradients = False
         if index not in plan.kept_gradients and group.trainable_numel and plan.num_staging:
@@ -86,3 +84,5 @@ def _make_records(runtime: Runtime, rule: UpdateRule, group: ParamGroup, fractio
         if region.trainable:
             for name, dtype in rule.state_fields(region.layout.dtype):
                 add_state(runtime, group, region, name, dtype, fraction)
+            if region.master is Field.MASTER and Field.MASTER not in region.initialised:
+                runtime.gather.build_master(group, region)  # it was frozen when it was sharded

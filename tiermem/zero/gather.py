@@ -25,7 +25,7 @@ from tiermem.schedule.trace import UseTrace
 from tiermem.store.store import TieredStore
 from tiermem.store.transfer import Transfer
 from tiermem.types import Field, round_up
-from tiermem.zero.group import ParamGroup, ShardedParam, ShardedState, Transfers
+from tiermem.zero.group import ParamGroup, Region, ShardedState, Transfers
 from tiermem.zero.room import DeviceRoom, is_idle
 from tiermem.zero.shares import SharedShards
 from tiermem.zero.staging import HostImages
@@ -338,7 +338,7 @@ class GatherScheduler:
 
     def settle(self, group: ParamGroup, *, force: bool = False) -> None:
         """Writes back what the user has written into the group's parameters; their masters are
-        rebuilt from it (remainder 0). See [Note: lost writes]."""
+        rebuilt from it. See [Note: lost writes]."""
         if group.lease is None or group.transfer is not None or group.job is not None:
             return
         group.note_writes()
@@ -348,7 +348,8 @@ class GatherScheduler:
         group.version += force
         group.mark_clean()
         self.write_params(group)
-        self._clear_remainders(group, changed)
+        for param in changed:
+            self._runtime.states.rebuild_master(param)
 
     def write_params(self, group: ParamGroup) -> None:
         """The lease's content to the group's record."""
@@ -380,11 +381,13 @@ class GatherScheduler:
             for part in group.record_parts
         ]
 
-    def _clear_remainders(self, group: ParamGroup, changed: Iterable[ShardedParam]) -> None:
-        for param in changed:
-            region = group.regions[param.segment.region]
-            if Field.MASTER_LO in region.initialised:
-                self._runtime.states.edit(region, Field.MASTER_LO, param, lambda t: t.zero_())
+    def build_master(self, group: ParamGroup, region: Region) -> None:
+        """Makes the parameters of ``region`` their own masters. All ranks call it alike."""
+        self.gather(group, demand=True)
+        self.ready(group)
+        self._runtime.states.fill(region, Field.MASTER, group.region_view(region))
+        if group.sharded and is_idle(group):
+            self.drop(group)
 
     # ---- filling (used by shard)
 

@@ -6,7 +6,8 @@ warm in cache; the same pass sums its squares for the global norm. Then torch's 
 Buffers of groups that the plan keeps stay in host memory; the others are staged and, when the
 group's backward is done, written to its gradient record. A first gradient is kept in the
 parameter's own precision; a second micro-step turns the buffer into fp32 and adds there, so sums
-do not depend on how many bytes the first one took.
+do not depend on how many bytes the first one took. With ``gradient_accumulation_dtype: "param"`` it
+stays as it is, and each sum is rounded to it.
 """
 
 from __future__ import annotations
@@ -121,6 +122,7 @@ class GradientStore:
         self._store = store
         self._arena = arena
         self._kernels = kernels
+        self.adds_in_fp32 = True
         self.start_wide = False  # several micro-steps are declared
         self.spills = True  # gradients are kept until a deferred update
         self.may_widen = True  # one micro-step is not declared
@@ -129,6 +131,7 @@ class GradientStore:
         self._staging: deque[Block] = deque()
         self._spilling: deque[GroupGradient] = deque()
         self.stall_seconds = 0.0
+        self.changes = 0  # counts whatever may change a norm; alike on all ranks
         self._lock = threading.Lock()  # the worker gives buffers back too
         self.wait_for_release: Callable[[], bool] = lambda: False
 
@@ -178,26 +181,34 @@ class GradientStore:
         flat = flatten_like(gradient, param.segment.spec.stride)
         own = self.open(group)
         again = param.index in own.present
-        if again and not own.widened and flat.dtype != torch.float32:
+        if again and self._must_widen(own, {param.index}):
             self._widen(own)
         destination = own.param_view(param)
-        if destination.dtype not in (torch.float32, torch.bfloat16):
+        if destination.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise StateError(
-                f"{param.name!r} has dtype {destination.dtype}; trainable parameters are float32 "
-                f"or bfloat16. Remedy: compute_dtype: 'bf16' or 'fp32'"
+                f"{param.name!r} has dtype {destination.dtype}; trainable parameters are float32, "
+                f"bfloat16 or float16. Remedy: compute_dtype: 'bf16', 'fp16' or 'fp32'"
             )
         if flat.device.type != "cpu":
             flat = flat.cpu()
         held = own.held(param)
         flat = flat[held.start : held.stop]
-        own.sum_squares[param.index] = self._kernels.accumulate(destination, flat, add=again)
+        own.sum_squares[param.index] = self._kernels.reduce(destination, (flat,), 1.0, add=again)
         own.present.add(param.index)
         if not group.sharing.alone:
             own.sum_squares[param.index] = math.nan
             self.sum_squares_of(param)
 
+    def _must_widen(self, own: GroupGradient, again: set[int]) -> bool:
+        """Whether the gradients ``again``, which are there, can take more only in fp32."""
+        params = (own.group.params[index] for index in again)
+        return (
+            self.adds_in_fp32 and not own.widened and any(p.spec.dtype != torch.float32 for p in params)
+        )
+
     def open(self, group: ParamGroup) -> GroupGradient:
-        """The group's gradients, in memory."""
+        """The group's gradients, in memory, to be changed."""
+        self.changes += 1
         if group.gradient is None:
             group.gradient = GroupGradient(group, widened=self.start_wide)
         self.bring_in(group.gradient)
@@ -210,10 +221,8 @@ class GradientStore:
         parameters had some before."""
         own = self.open(group)
         before = set(own.present)
-        if not own.widened and any(
-            group.regions[group.params[index].segment.region].layout.dtype != torch.float32
-            for index in before & partial.present
-        ):
+        sums = partial.widened and not own.widened  # of several backwards, in fp32
+        if sums or self._must_widen(own, before & partial.present):
             self._widen(own)
         own.present |= partial.present
         return before
@@ -272,6 +281,7 @@ class GradientStore:
             self.accumulate(param, value.detach())
             self.park(param.group)
         elif own is not None and param.index in own.present:
+            self.changes += 1
             own.present.discard(param.index)
             own.sum_squares.pop(param.index, None)
             if not own.present:
@@ -282,6 +292,7 @@ class GradientStore:
         own, group.gradient = group.gradient, None
         if own is None:
             return
+        self.changes += 1
         self.give_back(own)
         try:
             self._settle_spill(own)

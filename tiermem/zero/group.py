@@ -258,6 +258,11 @@ class Region:
     states: dict[Field, StateRecord] = field(default_factory=dict)
     initialised: set[Field] = field(default_factory=set)
 
+    @property
+    def master(self) -> Field | None:
+        """The state that keeps the fp32 masters; None if the parameters have none."""
+        return next((f for f in (Field.MASTER_LO, Field.MASTER) if f in self.states), None)
+
 
 @dataclass(frozen=True, slots=True)
 class GroupTraits:

@@ -1,8 +1,8 @@
 """Filling new groups: from the model's own tensors, or from the meta device by initialising.
 
 [Note: initialisation] A meta parameter is materialised on the CPU in its original dtype, its module
-is initialised, and the values go to the group's buffer (fp32 values into 16-bit groups keep their
-remainder, so the fp32 master is exact); then the next module follows. So at most one module's
+is initialised, and the values go to the group's buffer (fp32 values in 16-bit groups go to the
+master too, which is exact); then the next module follows. So at most one module's
 parameters exist in full precision at a time.
 """
 
@@ -21,6 +21,7 @@ from tiermem.memory.trim import return_freed_memory
 from tiermem.types import Field, Purpose, round_up
 from tiermem.zero.gradients import flatten_like
 from tiermem.zero.group import ParamGroup, Region, ShardedParam, absent
+from tiermem.zero.masters import master_state, store_master
 from tiermem.zero.placeholder import Placeholder
 from tiermem.zero.runtime import Runtime
 from tiermem.zero.wrap import PlannedUnit
@@ -141,7 +142,7 @@ class Filler:
         self._names = names
         self._initialise = initialise
         self._images = images
-        self._remainders: dict[tuple[ParamGroup, int], torch.Tensor] = {}
+        self._masters: dict[tuple[ParamGroup, int], torch.Tensor] = {}
         self._blocks: list[Block] = []
         by_name = {
             segment.spec.name: (group, index)
@@ -171,9 +172,9 @@ class Filler:
                 self._agree()
                 for group in self._groups:
                     self._runtime.gather.close_fill(group, self._images.pop(group))
-                self._write_remainders()
+                self._write_masters()
         finally:
-            self._remainders.clear()
+            self._masters.clear()
             for block in self._blocks:
                 self._runtime.host.free(block)
             return_freed_memory()
@@ -202,7 +203,7 @@ class Filler:
                 module._parameters[key] = self._reals.get(id(param), param)
 
     def _store(self, param: nn.Parameter, source: torch.Tensor) -> None:
-        """One parameter's values into its group's image (and its remainder)."""
+        """One parameter's values into its group's image (and its master)."""
         group, index = self._place[id(param)]
         segment = group.layout.segments[index]
         region = group.regions[segment.region]
@@ -211,25 +212,28 @@ class Filler:
         first = layout.byte_offset + segment.start * layout.dtype.itemsize
         stop = first + segment.numel * layout.dtype.itemsize
         target = self._images[group][first:stop].view(layout.dtype)
-        if flat.dtype == torch.float32 and layout.dtype == torch.bfloat16:
-            if Field.MASTER_LO in region.states:
-                remainder = self._remainder(group, region)[segment.start : segment.stop]
-            else:
-                remainder = torch.empty(flat.numel(), dtype=torch.int16)
-            self._runtime.kernels.split_master(flat.contiguous(), target, remainder)
-        else:
+        kept = master_state(layout.dtype, self._runtime.config)
+        if kept is None or (kept[0] is Field.MASTER_LO and flat.dtype != torch.float32):
             target.copy_(flat)
+            return
+        if region.master is None:  # frozen; its values are rounded as if it were not
+            state = torch.empty(flat.numel(), dtype=kept[1])
+        else:
+            state = self._master(group, region)[segment.start : segment.stop]
+        store_master(self._runtime.kernels, flat, target, state)
 
-    def _remainder(self, group: ParamGroup, region: Region) -> torch.Tensor:
+    def _master(self, group: ParamGroup, region: Region) -> torch.Tensor:
         key = (group, region.layout.index)
-        if key not in self._remainders:
-            nbytes = round_up(region.layout.numel * 2)
+        if key not in self._masters:
+            assert region.master is not None
+            dtype = region.states[region.master].dtype
+            nbytes = round_up(region.layout.numel * dtype.itemsize)
             block = self._runtime.host.allocate(nbytes, Purpose.STAGING)
             if block is None:
                 raise StateError("host memory is in use; shard models before optimizers are made")
             self._blocks.append(block)
-            self._remainders[key] = tensor_over(block.address, nbytes)[0].zero_().view(torch.int16)
-        return self._remainders[key]
+            self._masters[key] = tensor_over(block.address, nbytes)[0].zero_().view(dtype)
+        return self._masters[key]
 
     def _adopt(self) -> None:
         """Real parameters give up their own data; placeholders take their slots."""
@@ -255,19 +259,18 @@ class Filler:
             if group.sharing.alone:
                 continue
             fields = [
-                self._remainder(group, region)
-                for region in group.regions
-                if Field.MASTER_LO in region.states
+                self._master(group, region) for region in group.regions if region.master is not None
             ]
             for tensor in (self._images[group], *fields):
                 first = [tensor if comm.rank == 0 else None for _ in range(comm.size)]
                 others = [tensor if rank == 0 and comm.rank else None for rank in range(comm.size)]
                 comm.exchange(group.message(Kind.SETUP, group.regions[0]), first, others).wait()
 
-    def _write_remainders(self) -> None:
-        for (group, index), tensor in self._remainders.items():
+    def _write_masters(self) -> None:
+        for (group, index), tensor in self._masters.items():
             region = group.regions[index]
-            state = region.states[Field.MASTER_LO]
+            assert region.master is not None
+            state = region.states[region.master]
             own = tensor[region.owned.start : region.owned.stop]
             state.store.write(state.record, 0, state.record.nbytes, own.data_ptr(), owner=tensor).wait()
-            region.initialised.add(Field.MASTER_LO)
+            region.initialised.add(region.master)

@@ -20,11 +20,12 @@ from tiermem.schedule.placement import (
 from tiermem.types import Tier, round_up
 from tiermem.zero.group import ParamGroup
 from tiermem.zero.layout import GroupLayout, ParamSpec, RegionLayout, dense_stride, plan_layout
+from tiermem.zero.masters import master_itemsize, state_itemsize
 from tiermem.zero.reduce import MAX_IN_FLIGHT
 from tiermem.zero.sharing import Sharing
 from tiermem.zero.wrap import PlannedParam, PlannedUnit
 
-_COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(slots=True, eq=False)
@@ -84,12 +85,6 @@ def _spec(planned: PlannedParam, config: TierConfig) -> ParamSpec:
     )
 
 
-def state_itemsize(dtype: torch.dtype) -> int:
-    """Bytes of AdamW's states per element beside the parameter: two fp32 moments, and for 16-bit
-    parameters the remainder of the master."""
-    return 8 + (2 if dtype == torch.bfloat16 else 0)
-
-
 def group_size(
     layout: GroupLayout,
     trainable: Sequence[RegionLayout],
@@ -102,18 +97,16 @@ def group_size(
     owned = [(sharing.owned(r).numel, r.dtype) for r in trainable]
     narrow = sum(round_up(numel * dtype.itemsize) for numel, dtype in owned)
     wide = sum(round_up(numel * 4) for numel, _ in owned)
-    declared = config.gradient_accumulation_steps
-    once = config.effective_update == "backward" or declared == 1
     return GroupSize(
         param_bytes=layout.nbytes,
         record_bytes=sum(part.nbytes for part in sharing.record_parts(layout)),
         trainable_numel=sum(numel for numel, _ in owned),
         state_bytes=sum(
-            round_up(numel * 4) * 2 + (round_up(numel * 2) if dtype == torch.bfloat16 else 0)
+            round_up(numel * 4) * 2 + round_up(numel * master_itemsize(dtype, config))
             for numel, dtype in owned
         ),
-        grad_bytes=wide if (declared or 1) > 1 else narrow,
-        staged_bytes=narrow if once else wide,
+        grad_bytes=wide if config.starts_wide else narrow,
+        staged_bytes=wide if config.may_widen else narrow,
         persistent=small,
     )
 
@@ -153,9 +146,9 @@ def slot_itemsizes(regions: Iterable[RegionLayout], config: TierConfig) -> tuple
     """The most bytes per element that a slot has to take for trainable ``regions``: states,
     gradient."""
     dtypes = {region.dtype for region in regions}
-    states = max((state_itemsize(d) for d in dtypes), default=0)
+    states = max((state_itemsize(d, config) for d in dtypes), default=0)
     grads = max((d.itemsize for d in dtypes), default=0)
-    if config.effective_update == "deferred" and config.gradient_accumulation_steps != 1:
+    if config.may_widen:
         grads = 4 if dtypes else 0
     return states, grads
 
@@ -179,7 +172,7 @@ def plan_for_shard(
     transfer = transfer_groups * max((round_up(g.layout.nbytes) for g in groups), default=0)
     transfer += reduce_bytes([(g.sharing, g.layout) for g in groups], config)
     request = host_request(config, itemsizes, total=total, free=free, transfer_bytes=transfer)
-    host = plan_host(sizes, request)
+    host = plan_host(sizes, replace(request, fill_bytes=_fill_bytes(groups, config)))
     held = [replace(size, persistent=group.stays) for group, size in zip(groups, sizes, strict=True)]
     states = 0
     if config.optimizer == "device":
@@ -210,6 +203,21 @@ def nvme_bytes(groups: Sequence[PlannedGroup], config: TierConfig, host: HostPla
     return int(total)
 
 
+def _fill_bytes(groups: Sequence[PlannedGroup], config: TierConfig) -> int:
+    """Host memory for the masters of one group while it is filled."""
+    return max(
+        (
+            sum(
+                round_up(r.numel * master_itemsize(r.dtype, config))
+                for r in group.layout.regions
+                if r.trainable
+            )
+            for group in groups
+        ),
+        default=0,
+    )
+
+
 def _working_bytes(groups: Sequence[PlannedGroup]) -> int:
     """What must fit beside persistent groups: all that enclose others, and the largest other."""
     moving = [group for group in groups if not group.stays]
@@ -223,7 +231,7 @@ def reduce_bytes(groups: Iterable[tuple[Sharing, GroupLayout]], config: TierConf
     for sharing, layout in groups:
         if sharing.alone:
             continue
-        wide = (config.gradient_accumulation_steps or 1) > 1 and sharing.stage < 2
+        wide = config.starts_wide and sharing.stage < 2
         full = sum(round_up(r.numel * (4 if wide else r.dtype.itemsize)) for r in layout.regions)
         total += full
         largest = max(largest, full)

@@ -6,6 +6,10 @@ sends each other rank that one's shard and adds up its own: in fp32, in rank ord
 number of ranks, rounded once. So the result does not depend on stage, timing, or the transport. At
 stage 0 the sums are then exchanged, so that all ranks have all of them.
 
+[Note: no_sync] Inside ``no_sync()`` nothing is reduced: each rank adds up its own gradients, whole and
+in fp32. The first backward outside reduces the sums with its own, group by group as ever; whatever
+uses gradients without one (``step()``, a norm, ``full_grad``) reduces them first.
+
 [Note: presence] Which parameters had a gradient may differ from rank to rank (a branch not taken). At
 the end of a backward that reduces, ranks tell each other; a parameter that had one anywhere has one
 everywhere, with zeros from the others. A group whose parameters all had one needs not wait for that.
@@ -21,7 +25,8 @@ in the next backward from the start. Results do not depend on any of this.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -89,10 +94,12 @@ class GradientReducer:
         self._in_flight: deque[_Reduction] = deque()
         self._begun: set[ParamGroup] = set()  # in this backward
         self._late: set[ParamGroup] = set()  # see [Note: late groups]
+        # Not copied yet, where gradients need not be contiguous; empty between backwards.
+        self._loose: dict[ParamGroup, dict[ShardedParam, torch.Tensor]] = {}
         self.micro_steps = 0  # backwards since the last step
         self._steps = 0  # of all optimizers; see [Note: turns] (group.py)
         self.unreduced = False  # one of them did not reduce
-        self.syncing = True  # outside of no_sync()
+        self.syncing = True  # outside of no_sync(), see [Note: no_sync]
 
     # ---- accumulation
 
@@ -105,8 +112,30 @@ class GradientReducer:
         late = self._runtime.config.stage < 2 and declared is not None
         return not late or self.micro_steps + 1 >= (declared or 1)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """See [Note: no_sync]."""
+        before, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = before
+
     def accumulate(self, param: ShardedParam, gradient: torch.Tensor) -> None:
         """Adds one parameter's gradient of this rank (its shape, any dtype)."""
+        loose = self._loose.setdefault(param.group, {})
+        if not self._runtime.config.contiguous_gradients and param not in loose:
+            loose[param] = gradient
+            return
+        self._copy_loose(param.group)
+        self._copy_in(param, gradient)
+
+    def _copy_loose(self, group: ParamGroup) -> None:
+        """Copies what autograd has made for ``group`` and was left where it was."""
+        for param, gradient in self._loose.pop(group, {}).items():
+            self._copy_in(param, gradient)
+
+    def _copy_in(self, param: ShardedParam, gradient: torch.Tensor) -> None:
         group = param.group
         flat = flatten_like(gradient, param.segment.spec.stride)
         own = self._partial(group)
@@ -114,16 +143,16 @@ class GradientReducer:
         again = param.index in own.present
         if flat.device.type != "cpu":
             flat = flat.cpu()
-        if again and not own.widened and destination.dtype != torch.float32:
-            destination.add_(flat)  # twice in one backward: in the parameter's precision, as torch does
-        else:
-            self._kernels.accumulate(destination, flat, add=again)
+        # In the parameter's precision what comes twice in one backward is rounded twice, as in torch.
+        self._kernels.reduce(destination, (flat,), 1.0, add=again)
         own.present.add(param.index)
 
     def _partial(self, group: ParamGroup) -> GroupGradient:
-        """The group's partial gradients; in fp32 if those of several backwards are added up."""
+        """The group's partial gradients; in fp32 if those of several backwards are added up, unless
+        the configuration says otherwise."""
         if group.partial is None:
-            wide = not self.reduces_now or self.unreduced
+            several = not self.reduces_now or self.unreduced
+            wide = several and self._gradients.adds_in_fp32
             own = GroupGradient(group, full=True, widened=wide)
             own.block = self._allocate(own.nbytes, f"gradients of {group.name!r}")
             own.tensor, _ = tensor_over(own.block.address, round_up(own.nbytes))
@@ -142,13 +171,22 @@ class GradientReducer:
             raise BudgetError(
                 f"{what} need {format_bytes(nbytes)} of host memory before they are reduced, "
                 f"{format_bytes(self._arena.free_bytes)} are free "
-                f"({format_bytes(self._arena.largest_free)} in one piece). Remedy: raise host_memory, "
-                f"or declare gradient_accumulation_steps so that they are planned for"
+                f"({format_bytes(self._arena.largest_free)} in one piece). Remedy: raise host_memory"
+                + self._other_remedy()
             )
         return block
 
+    def _other_remedy(self) -> str:
+        if self.syncing and not self.unreduced:
+            return ", or declare gradient_accumulation_steps so that they are planned for"
+        return (
+            ", or lower resident_memory (gradients that wait for the end of no_sync() are not planned "
+            "for), or do without no_sync()"
+        )
+
     def discard(self, group: ParamGroup) -> None:
         """Forgets what ``group`` has accumulated and not reduced."""
+        self._loose.pop(group, None)
         own, group.partial = group.partial, None
         if own is not None and own.block is not None:
             self._arena.free(own.block)
@@ -157,6 +195,7 @@ class GradientReducer:
 
     def group_done(self, group: ParamGroup) -> None:
         """The running backward has accumulated all it will into ``group``."""
+        self._copy_loose(group)
         own = group.partial
         if own is None or not self.reduces_now:
             return
@@ -165,6 +204,8 @@ class GradientReducer:
 
     def end_backward(self) -> None:
         """All groups of a backward are done."""
+        for group in list(self._loose):
+            self._copy_loose(group)
         if self.reduces_now:
             self._reduce_rest()
         else:
@@ -327,6 +368,7 @@ class GradientReducer:
             self._add_up(reduction, reduction.buckets[number], reduction.parts[number])
             reduction.added += 1
             if len(reduction.exchanges) < len(reduction.buckets):
+                reduction.exchanges[number].wait()  # no more than two buckets are in flight
                 self._post(reduction)
         if reduction.group.sharing.stage == 0 and reduction.shared is None:
             reduction.shared = self._share_sums(reduction.group)
@@ -378,6 +420,8 @@ class GradientReducer:
 
     def forget_stale(self) -> None:
         """A backward has failed: what it has sent is taken; what it has not stays, as in torch."""
+        for group in list(self._loose):
+            self._copy_loose(group)
         self._finish_all()
         self._begun.clear()
 

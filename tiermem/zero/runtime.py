@@ -140,6 +140,7 @@ class Runtime:
         self.device_plan: DevicePlan | None = None
         self.pipeline = UpdatePipeline(self.store, self.host, self.kernels)
         self.gradients = GradientStore(self.store, self.host, self.kernels)
+        self.gradients.adds_in_fp32 = self.config.gradient_accumulation_dtype == "fp32"
         self.states = StateAccess(self.pipeline)
         self.gather = GatherScheduler(self, self.store, self.pipeline, self.host)
         self.forward = ForwardTracker(self)
@@ -171,7 +172,8 @@ class Runtime:
             )
             self._register(self.device_arena)
             self.device_store = TieredStore(self.engine, self.device_arena)
-            pool = ArenaPool(self.device_arena, poison=self.config.poison_released)
+            limit = plan.budget - plan.states_bytes
+            pool = ArenaPool(self.device_arena, limit, poison=self.config.poison_released)
         else:
             pool = AcceleratorPool(self.device, self.ledger, plan.budget)
         self.gather.room.pool = pool

@@ -19,6 +19,7 @@ from tiermem.zero.agreement import check_alike, share_buffers
 from tiermem.zero.forward import Unit
 from tiermem.zero.group import GroupTraits, ParamGroup, Region, StateRecord
 from tiermem.zero.guards import install_guards
+from tiermem.zero.masters import master_state
 from tiermem.zero.materialize import Filler, Init, find_initialiser, materialise_buffers
 from tiermem.zero.plan import PlannedGroup, nvme_bytes, plan_for_shard, plan_groups
 from tiermem.zero.runtime import Runtime
@@ -188,8 +189,9 @@ def _make_records(
         spec = RecordSpec(group.name, Field.PARAM, group.record_bytes, tier, fraction)
         group.record = add_record(runtime.store, spec)
     for region in group.regions:
-        if region.trainable and region.layout.dtype == torch.bfloat16:
-            add_state(runtime, group, region, Field.MASTER_LO, torch.int16, state_fraction)
+        master = master_state(region.layout.dtype, config)
+        if region.trainable and master is not None:
+            add_state(runtime, group, region, *master, state_fraction)
 
 
 def add_state(

@@ -70,7 +70,10 @@ class SharedShards:
         assert group.exchange is not None
         if not group.sharded and not group.exchange.received_within(_PATIENCE_S):
             self.start_owed()
-        group.exchange.wait_received()
+        if self._runtime.config.overlap_comm:
+            group.exchange.wait_received()
+        else:
+            group.exchange.wait()
         self.stall_seconds += time.perf_counter() - started
         group.whole, group.under_way = True, False
 

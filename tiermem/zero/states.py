@@ -37,7 +37,8 @@ class StateAccess:
     def write(self, region: Region, name: Field, param: ShardedParam, value: torch.Tensor) -> None:
         """Sets the parameter's state ``name`` from ``value`` (1-D, in the memory order of the
         parameter)."""
-        self.initialise(region, name)
+        if name not in region.initialised:
+            self.fill(region, name, None)
         for part, position in self._parts(region, name, param, write=True):
             part.copy_(value[position : position + part.numel()])
 
@@ -52,21 +53,35 @@ class StateAccess:
         for part, _ in self._parts(region, name, param, write=True):
             change(part)
 
-    def initialise(self, region: Region, name: Field) -> None:
-        """Writes zeros where nothing has been written yet."""
-        if name in region.initialised:
+    def rebuild_master(self, param: ShardedParam) -> None:
+        """Makes a parameter, whose values are in its group's lease, its own master."""
+        segment, region = param.segment, param.group.regions[param.segment.region]
+        name = region.master
+        if name is None or name not in region.initialised:
             return
+        values = param.group.region_view(region)[segment.start : segment.stop]
+        for part, position in self._parts(region, name, param, write=True):
+            if name is Field.MASTER:
+                part.copy_(values[position : position + part.numel()])
+            else:
+                part.zero_()
+
+    def fill(self, region: Region, name: Field, values: torch.Tensor | None) -> None:
+        """Writes all of a state: what this rank owns of ``values``, which has an element for each one
+        of the region, or zeros."""
         state = region.states[name]
+        mine = None if values is None else values[region.owned.start : region.owned.stop]
         if state.record.host_only:
             address = state.store.view_address(state.record)
-            tensor_over(address, state.record.nbytes)[0].zero_()
+            _fill(tensor_over(address, state.record.nbytes)[0].view(state.dtype), mine, 0)
             state.store.mark_written(state.record)
         else:
             room = self._pipeline.borrow()
-            room.zero_()
             step = room.numel() // ALIGNMENT * ALIGNMENT
             for start in range(0, state.record.nbytes, step):
                 stop = min(start + step, state.record.nbytes)
+                here = room[: stop - start].view(state.dtype)
+                _fill(here, mine, start // state.dtype.itemsize)
                 state.store.write(state.record, start, stop, room.data_ptr(), owner=room).wait()
         region.initialised.add(name)
 
@@ -106,6 +121,14 @@ class StateAccess:
             yield room[a - start : b - start].view(state.dtype), (a - first) // state.dtype.itemsize
             if write:
                 state.store.write(state.record, start, stop, room.data_ptr(), owner=room).wait()
+
+
+def _fill(destination: torch.Tensor, values: torch.Tensor | None, first: int) -> None:
+    """``values`` from the ``first`` on, and zeros after the last."""
+    destination.zero_()
+    if values is not None:
+        part = values[first : first + destination.numel()]
+        destination[: part.numel()].copy_(part)
 
 
 def collect(param: ShardedParam, values: torch.Tensor) -> None:

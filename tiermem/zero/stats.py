@@ -63,6 +63,10 @@ class RuntimeStats:
     num_parameters: int
     paths: tuple[PathShare, ...]
     path_weights_from: str
+    grad_norm: float | None  # the last that was computed, before clipping and without the loss scale
+    clipped_grad_norm: float | None
+    loss_scale: float | None
+    skipped_steps: int  # for overflows
     io: Candidate  # with the backend in use
     io_from: str
 
@@ -97,6 +101,10 @@ def collect(runtime: Runtime) -> RuntimeStats:
         num_parameters=sum(p.real.numel() for g in runtime.groups for p in g.params),
         paths=_paths(runtime, store),
         path_weights_from=runtime.path_use.weights_from,
+        grad_norm=runtime.updates.figures.grad_norm,
+        clipped_grad_norm=runtime.updates.figures.clipped_norm,
+        loss_scale=runtime.updates.figures.loss_scale,
+        skipped_steps=runtime.updates.figures.skipped_steps,
         io=replace(runtime.path_use.settings, backend=runtime.engine.name),
         io_from=runtime.path_use.settings_from,
     )

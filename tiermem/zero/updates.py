@@ -12,6 +12,7 @@ inside backward (reentrant checkpointing), a second backward before ``step()``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from tiermem.errors import StateError
@@ -34,6 +35,16 @@ class OptimizerLink(Protocol):
         """Counts one step for the parameters with gradients; everything that the update uses."""
 
 
+@dataclass(slots=True)
+class StepFigures:
+    """What optimizers last said of their steps."""
+
+    grad_norm: float | None = None  # without the loss scale, before clipping
+    clipped_norm: float | None = None
+    loss_scale: float | None = None
+    skipped_steps: int = 0
+
+
 class UpdateController:
     """See [Note: update modes]. Training thread (and autograd's)."""
 
@@ -41,6 +52,7 @@ class UpdateController:
         self._runtime = runtime
         self.in_backward = in_backward
         self.owners: dict[ParamGroup, OptimizerLink] = {}
+        self.figures = StepFigures()
         self.attach: Callable[..., None] = _no_attach  # set by attach.py, which lies above
         self.updated: dict[ParamGroup, OptimizerLink] = {}  # since its last step(), inside backward
 
