@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from tiermem.comm import Kind, Message
+from tiermem.comm import Communicator, Kind, Message
 from tiermem.errors import StateError
 from tiermem.memory.lease import Lease
 from tiermem.store.records import Record
@@ -100,6 +100,7 @@ class ShardedParam:
         "name",
         "placeholder",
         "real",
+        "replicated",
         "slots",
         "steps",
         "version",
@@ -113,6 +114,7 @@ class ShardedParam:
         self.slots: list[Slot] = []
         self.version = 0  # of ``real`` when lease and store last agreed
         self.steps = 0  # optimizer updates of this parameter
+        self.replicated = False  # over ``ParamGroup.across``
         self._hooks: Any = None
         self._references = sys.maxsize
         self.placeholder = Placeholder(self)
@@ -347,6 +349,7 @@ class ParamGroup:
         self.uses = 0  # forwards, faulted calls and gathered() blocks that need it now
         self.handle_token = object()  # referred to by every saved handle; see `handles`
         self.version = 0  # of the values; saved handles must agree
+        self.across: Communicator | None = None  # among the ranks that the model is split over
         self.updates = 0  # alike on all ranks; see [Note: turns]
         self.written: dict[ShardedParam, None] = {}  # by the user, and not in the store yet
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -34,6 +34,8 @@ def shard(
     wrap: Wrap = None,
     init: Init | None = None,
     mesh: DeviceMesh | None = None,
+    model_mesh: DeviceMesh | None = None,
+    replicated: Iterable[str] = (),
 ) -> nn.Module:
     """Shards ``model`` over the tiers of ``runtime``, in place; returns it.
 
@@ -47,6 +49,10 @@ def shard(
     Over several ranks (``torch.distributed`` is initialised) all of them call it alike; ``mesh`` is the
     one dimension of a `DeviceMesh` to shard over (default: all ranks). Parameters and buffers take the
     values of its first rank. Raises `StateError` on all ranks if models or configurations differ.
+
+    ``model_mesh`` is the dimension over which the model itself is split, by tensor or pipeline
+    parallelism: gradient norms, and so clipping and overflow checks, are then those of the whole model.
+    ``replicated`` names the parameters that are the same on all ranks of it and count once.
 
     Raises `BudgetError` (with the smallest budget that works), `TierIOError` (the paths have no room
     for what is to come), `StateError` and `TypeError` before anything is changed; `StateError` also
@@ -75,6 +81,8 @@ def shard(
     runtime.store.check_room(nvme_bytes(groups, runtime.config, host))
     names = {module: name for name, module in model.named_modules()}
     initialise = find_initialiser(model, init, names)
+    across = None if model_mesh is None else runtime.communicator(group_of(model_mesh))
+    once = _check_names(replicated, model)
     first = len(runtime.groups)
     made = [
         ParamGroup(
@@ -104,9 +112,20 @@ def shard(
     del units, groups  # they refer to the parameters, whose references are counted now
     warn_of_strays(modules)
     for group in made:
+        group.across = across
         for param in group.params:
+            param.replicated = param.name in once
             param.note_references()
     return model
+
+
+def _check_names(names: Iterable[str], model: nn.Module) -> frozenset[str]:
+    """Raises `StateError` for names that the model's parameters do not have."""
+    given = frozenset(names)
+    unknown = given - {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if unknown:
+        raise StateError(f"replicated names no parameters: {', '.join(sorted(unknown)[:5])}")
+    return given
 
 
 def group_of(mesh: DeviceMesh | None) -> ProcessGroup | None:
