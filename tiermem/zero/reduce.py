@@ -381,6 +381,8 @@ class GradientReducer:
         group, partial = reduction.group, reduction.partial
         for exchange in reduction.exchanges:
             exchange.wait()
+        assert group.gradient is not None
+        group.gradient.summing = False
         for index in sorted(partial.present):
             self._gradients.sum_squares_of(group.params[index])
         assert partial.block is not None

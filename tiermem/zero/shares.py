@@ -97,6 +97,8 @@ class SharedShards:
             self._gather.ready(group)
             self.make_whole(group)
             group.committed = False
+        elif group.under_way:
+            self.make_whole(group)
 
     def honour_all(self) -> None:
         """At the end of a run: some ranks may have begun what others have not."""
