@@ -211,6 +211,8 @@ class GradientStore:
         """The group's gradients, in memory, to be changed."""
         self.changes += 1
         if group.gradient is None:
+            if group.pending is not None:  # not used since: its gradients may lie where these will go
+                group.runtime.gather.apply_pending([group])
             group.gradient = GroupGradient(group, widened=self.start_wide)
         self.bring_in(group.gradient)
         if group.gradient.scale != 1.0:
