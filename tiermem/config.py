@@ -173,6 +173,13 @@ class TierConfig(_Strict):
         description="keep gathered parameters if they are used again within so many elements; "
         "default: while there is room",
     )
+    num_threads: int | None = Default(
+        None,
+        ge=1,
+        le=4096,
+        description="threads of torch's operations and of updates, in each process; default: "
+        "OMP_NUM_THREADS if you set it, else the cores divided by the local ranks",
+    )
     pin_memory: bool = Default(
         True, description="lock host memory, and register it with io_uring, where the limit allows"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -291,4 +292,4 @@ def test_process_ends_without_close(way: str, expected: str, tmp_path: Path, rep
     )
     assert expected in done.stdout, done.stderr
     assert (done.returncode != 0) == (way == "raises")
-    assert "SIG" not in done.stderr
+    assert not re.search("SIG(?!TERM)", done.stderr)  # torchrun ends others by SIGTERM

@@ -313,3 +313,13 @@ def test_trees_of_arguments() -> None:
     tree = {"a": [1, (2.0, "three")], "b": None}
     assert compat.tree_leaves(tree) == [1, 2.0, "three", None]
     assert compat.tree_map_only(float, lambda x: x + 1, tree) == {"a": [1, (3.0, "three")], "b": None}
+
+
+def test_is_distributed(process_group: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+
+    tensor = torch.ones(3)
+    made = DTensor.from_local(tensor, init_device_mesh("cpu", (1,)), [Replicate()])
+    assert compat.is_distributed(made)
+    assert not compat.is_distributed(tensor)

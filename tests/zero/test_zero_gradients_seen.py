@@ -211,3 +211,15 @@ def test_requires_grad_is_the_parameters(twins) -> None:
     assert not any(p.requires_grad for p in twins.model.blocks[1].parameters())
     output = twins.model.blocks[1](torch.ones(2, 64))
     assert not output.requires_grad
+
+
+def test_a_gradient_assigned_before_the_last_update_was_applied(twins) -> None:
+    """The pending update's gradients lie on NVMe: the new ones must not take their place."""
+    for seed in (1, 2):
+        for model, optimizer in twins.both:
+            for number, param in enumerate(model.parameters()):
+                generator = torch.Generator().manual_seed(seed * 100 + number)
+                param.grad = torch.randn(param.shape, generator=generator)
+            optimizer.step()
+            optimizer.zero_grad()
+    twins.check()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tiermem.cli.directory import default_directory
+from tiermem.cli.ranks import Ranks, path_of_rank
 from tiermem.config import TierConfig, load_config, read_json
 from tiermem.errors import ConfigError
 
@@ -51,8 +52,9 @@ class TrainJob:
     config_file: Path | None
     settings: Mapping[str, Any]  # TierConfig keys given on the command line
 
-    def tier_config(self) -> TierConfig:
-        """The configuration file, overridden by the command line, completed by defaults."""
+    def tier_config(self, ranks: Ranks | None = None) -> TierConfig:
+        """The configuration file, overridden by the command line, completed by defaults; paths are
+        those of this rank."""
         values: dict[str, Any] = {
             "params": "nvme",
             "optimizer": "nvme",
@@ -65,6 +67,8 @@ class TrainJob:
                 raise ConfigError(f"{self.config_file} holds no JSON object")
             values.update(given)
         values.update(self.settings)
+        if values.get("stage", 3) != 3 and values["params"] == "nvme":
+            values["params"] = "device"  # the default here is for stage 3
         values.setdefault("gradient_accumulation_steps", 1)
         values.setdefault("gradient_clipping", 0.0)
         if values["gradient_accumulation_steps"] != 1:
@@ -73,4 +77,6 @@ class TrainJob:
             )
         if "nvme" in (values["params"], values["optimizer"]) and not values.get("paths"):
             values["paths"] = [str(default_directory())]
+        if ranks is not None and isinstance(values.get("paths"), list):
+            values["paths"] = [path_of_rank(path, ranks) for path in values["paths"]]
         return load_config(values)

@@ -14,7 +14,7 @@ from tiermem.cli.job import TrainJob
 from tiermem.config import TierConfig
 from tiermem.errors import BudgetError
 from tiermem.io.files import free_bytes
-from tiermem.memory.budget import available_host_memory, default_host_budget
+from tiermem.memory.budget import available_host_memory, default_host_budget, local_rank_count
 from tiermem.models.gpt import GPTConfig
 from tiermem.store.rundir import check_paths, dead_bytes
 from tiermem.types import format_bytes
@@ -23,14 +23,15 @@ SAVED_PER_BLOCK = 16
 """Elements that a block keeps for backward, in units of tokens times hidden size."""
 
 
-def check_room(job: TrainJob, config: TierConfig, model: GPTConfig) -> None:
+def check_room(job: TrainJob, config: TierConfig, model: GPTConfig, num_ranks: int = 1) -> None:
     """Raises `BudgetError` with the figures if ``model`` cannot fit, `ConfigError` for paths that
     cannot be used."""
     narrow = config.compute_dtype == "bf16"
     parts = {"params": 2 if narrow else 4, "optimizer": 10 if narrow else 8}  # bytes per parameter
     on = {"device": 0, "host": 0, "nvme": 0}
     for name, nbytes in parts.items():
-        on[getattr(config, name)] += nbytes * model.num_parameters
+        shared = config.stage == 3 or (name == "optimizer" and config.stage > 0)
+        on[getattr(config, name)] += nbytes * model.num_parameters // (num_ranks if shared else 1)
     on_cpu = _computes_on_cpu(config)
     _check_memory(model, on, on_cpu=on_cpu)
     budget = int(config.host_memory or default_host_budget())
@@ -51,7 +52,7 @@ def _computes_on_cpu(config: TierConfig) -> bool:
 def _check_memory(model: GPTConfig, on: dict[str, int], *, on_cpu: bool) -> None:
     """Against what the machine has; the budgets are divided, exactly, when there is a model."""
     available = available_host_memory().available
-    needed = on["host"] + (on["device"] if on_cpu else 0)
+    needed = (on["host"] + (on["device"] if on_cpu else 0)) * local_rank_count()
     if needed > available:
         raise BudgetError(
             f"{model.num_parameters:,} parameters need {format_bytes(needed)} of memory for what is "
@@ -86,8 +87,9 @@ def _check_activations(job: TrainJob, config: TierConfig, model: GPTConfig, stat
     itemsize = 2 if config.compute_dtype == "bf16" else 4
     per_token = model.num_layers * SAVED_PER_BLOCK * model.hidden_size * itemsize
     per_token += model.vocab_size * (itemsize + 8)  # logits, then as fp32, then log-probabilities
-    needed = job.batch_size * job.sequence_length * per_token
-    left = max(0, available_host_memory().available - states)
+    ranks = local_rank_count()
+    needed = job.batch_size * job.sequence_length * per_token * ranks
+    left = max(0, available_host_memory().available - states * ranks)
     if needed > left:
         raise BudgetError(
             f"a step of {job.batch_size} x {job.sequence_length} bytes keeps {format_bytes(needed)} of "

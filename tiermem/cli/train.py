@@ -84,7 +84,9 @@ def train(
             min=1, max=LARGEST, help="positions the model has [default: 1024, or the sequence length]"
         ),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, max=LARGEST, help="sequences in a step")] = 4,
+    batch_size: Annotated[
+        int, typer.Option(min=1, max=LARGEST, help="sequences in a step, on each rank")
+    ] = 4,
     sequence_length: Annotated[int, typer.Option(min=1, max=LARGEST, help="bytes in a sequence")] = 256,
     steps: Annotated[int, typer.Option(min=1, max=LARGEST, help="optimizer steps")] = 100,
     lr: Annotated[float, typer.Option(min=0, help="peak learning rate")] = 3e-4,
@@ -101,11 +103,22 @@ def train(
         Update | None,
         typer.Option(help="[default: backward, or deferred with --clip]"),
     ] = None,
+    stage: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=3,
+            help="of ZeRO: what ranks share out, of states, gradients, params [default: 3]",
+        ),
+    ] = None,
     params_on: Annotated[Place | None, typer.Option(help="[default: nvme]")] = None,
     optimizer_on: Annotated[Place | None, typer.Option(help="[default: nvme]")] = None,
     path: Annotated[
         list[Path] | None,
-        typer.Option(help="directory for states, one per drive [default: in the temporary directory]"),
+        typer.Option(
+            help="directory for states, one per drive; {rank} and {local_rank} are filled in "
+            "[default: in the temporary directory]"
+        ),
     ] = None,
     host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="budget, e.g. 256MiB")] = None,
     device_memory: Annotated[
@@ -141,6 +154,7 @@ def train(
     settings: dict[str, Any] = {
         "compute_dtype": precision.value if precision else None,
         "update": update.value if update else None,
+        "stage": stage,
         "params": params_on.value if params_on else None,
         "optimizer": optimizer_on.value if optimizer_on else None,
         "paths": [str(directory) for directory in path] if path else None,

@@ -16,6 +16,7 @@ import tiermem
 from tiermem.cli.directory import in_memory
 from tiermem.cli.job import DEFAULT_PARAMETERS, ModelSize, TrainJob
 from tiermem.cli.progress import StepReport, open_progress
+from tiermem.cli.ranks import Ranks, find_ranks, process_group
 from tiermem.cli.room import check_room
 from tiermem.cli.stopping import Stopping
 from tiermem.cli.summary import Agreement, Summary, print_json, print_summary
@@ -33,25 +34,30 @@ REFERENCE_BYTES_PER_PARAMETER = {"bf16": 20, "fp32": 16}
 
 
 def train_job(job: TrainJob, stopping: Stopping) -> int:
-    """Train, show the result, compare if asked; the exit code."""
-    console = Console(stderr=job.as_json)
-    config = job.tier_config()
+    """Train, show the result, compare if asked; the exit code. Of several ranks the first shows and
+    compares."""
+    ranks = find_ranks()
+    console = Console(stderr=job.as_json, quiet=not ranks.first)
+    config = job.tier_config(ranks)
     model_config = resolve_size(job.size)
     text = ByteText(job.files)
     text.batches(job.batch_size, job.sequence_length)  # too short a text is refused here
-    check_room(job, config, model_config)
+    check_room(job, config, model_config, ranks.size)
     if job.check:
         _refuse_check_without_memory(model_config, config)
-    _say_what_runs(console, job, config, model_config, text)
+    _say_what_runs(console, job, config, model_config, text, ranks)
 
-    summary = _train(job, config, model_config, text, console, stopping)
+    with process_group(ranks):
+        summary = _train(job, config, model_config, text, console, stopping, ranks)
+    if not ranks.first:
+        return stopping.code
     agreement = None
-    if job.check and not stopping.requested:
-        agreement = _check(job, config, model_config, text, summary.losses, console, stopping)
+    if job.check and not summary.stopped:
+        agreement = _check(job, config, model_config, text, summary, console, stopping)
     print_summary(console, summary, agreement)
     if job.as_json:
         print_json(summary, agreement)
-    if stopping.requested:
+    if stopping.requested or summary.stopped:
         return stopping.code
     return 0 if agreement is None or agreement.acceptable else 1
 
@@ -89,13 +95,19 @@ def train_options(job: TrainJob, config: TierConfig) -> TrainOptions:
 
 
 def _say_what_runs(
-    console: Console, job: TrainJob, config: TierConfig, model: GPTConfig, text: ByteText
+    console: Console,
+    job: TrainJob,
+    config: TierConfig,
+    model: GPTConfig,
+    text: ByteText,
+    ranks: Ranks,
 ) -> None:
+    many = f" on each of {ranks.size} ranks at stage {config.stage}" if ranks.size > 1 else ""
     console.print(
         f"GPT with {model.num_parameters:,} parameters ({model.num_layers} layers of "
         f"{model.hidden_size}), {config.compute_dtype}, update {config.effective_update}; "
         f"{len(text):,} bytes of text in {text.num_files:,} files; "
-        f"{job.steps} steps of {job.batch_size} x {job.sequence_length} bytes",
+        f"{job.steps} steps of {job.batch_size} x {job.sequence_length} bytes{many}",
         highlight=False,
         soft_wrap=True,
     )
@@ -117,6 +129,7 @@ def _train(
     text: ByteText,
     console: Console,
     stopping: Stopping,
+    ranks: Ranks,
 ) -> Summary:
     options = train_options(job, config)
     initialize = make_initializer(job.seed)
@@ -136,25 +149,26 @@ def _train(
             eps=options.eps,
             weight_decay=options.weight_decay,
         )
-        loop = _Loop(rt, model, optimizer, options)
-        batches = text.batches(job.batch_size, job.sequence_length, job.seed)
+        loop = _Loop(rt, model, optimizer, options, stopping)
+        batches = text.batches(job.batch_size * ranks.size, job.sequence_length, job.seed)
+        mine = slice(ranks.rank * job.batch_size, (ranks.rank + 1) * job.batch_size)
         with open_progress(console, job.steps) as progress:
-            for step, batch in zip(range(job.steps), batches, strict=False):
-                if stopping.requested:
+            for step, (tokens, targets) in zip(range(job.steps), batches, strict=False):
+                if loop.stopped:
                     break
-                progress.update(loop.step(step, batch))
+                progress.update(loop.step(step, (tokens[mine], targets[mine])))
         steady = loop.steady()
         rt.drain()
         return Summary(
             model=model_config,
             config=config,
             losses=loop.losses,
-            tokens_per_step=job.batch_size * job.sequence_length,
+            tokens_per_step=job.batch_size * ranks.size * job.sequence_length,
             stats=rt.stats(),
             steady=steady,
             step_seconds=loop.seconds,
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            stopped=stopping.requested,
+            stopped=loop.stopped,
         )
 
 
@@ -162,8 +176,16 @@ class _Loop:
     """One step after another, with what each did. Owned by the training thread."""
 
     def __init__(
-        self, rt: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: TrainOptions
+        self,
+        rt: tiermem.Runtime,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        options: TrainOptions,
+        stopping: Stopping,
     ) -> None:
+        self._comm = rt.communicator(None)
+        self._stopping = stopping
+        self._others_stop = False  # of several ranks some have been told to
         self._rt = rt
         self._model = model
         self._optimizer = optimizer
@@ -187,7 +209,7 @@ class _Loop:
         self._optimizer.zero_grad()
         if self._scheduler is not None:
             self._scheduler.step()
-        self.losses.append(float(loss.detach()))
+        self.losses.append(self._agree(float(loss.detach())))
         self.seconds.append(time.perf_counter() - started)
         before, self._before = self._before, self._rt.stats()
         if step + 1 == STEADY_FROM_STEP:
@@ -196,10 +218,23 @@ class _Loop:
             step=step + 1,
             loss=self.losses[-1],
             seconds=self.seconds[-1],
-            tokens=tokens.numel(),
+            tokens=tokens.numel() * self._comm.size,
             before=before,
             after=self._before,
         )
+
+    def _agree(self, loss: float) -> float:
+        """The mean of the losses of all ranks, which also agree to stop after the same step."""
+        if self._comm.size == 1:
+            return loss
+        rows = self._comm.gather_values("loss", [loss, float(self._stopping.requested)])
+        self._others_stop = any(stop for _, stop in rows)
+        return sum(each for each, _ in rows) / len(rows)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether training ends here. Several ranks stop together."""
+        return self._stopping.requested if self._comm.size == 1 else self._others_stop
 
     def steady(self) -> tuple[int, int, int] | None:
         """(steps, bytes read, bytes written) since the pipeline is full; None in too short a run."""
@@ -226,12 +261,14 @@ def _check(
     config: TierConfig,
     model_config: GPTConfig,
     text: ByteText,
-    losses: list[float],
+    summary: Summary,
     console: Console,
     stopping: Stopping,
 ) -> Agreement:
     console.print("checking: the same training wholly in memory, with plain PyTorch", highlight=False)
-    batches = text.batches(job.batch_size, job.sequence_length, job.seed)
+    losses = summary.losses
+    batch_size = summary.tokens_per_step // job.sequence_length  # of all ranks
+    batches = text.batches(batch_size, job.sequence_length, job.seed)
     options = train_options(job, config)
     reference: list[float] = []
 

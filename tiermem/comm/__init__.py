@@ -1,7 +1,7 @@
 """Collectives of ZeRO on torch.distributed: exchanges of tagged messages, each counting its bytes,
 with failures that name their cause within seconds."""
 
-from tiermem.comm.communicator import Communicator, open_communicator, single
+from tiermem.comm.communicator import Communicator, open_communicator, refuse_to_open, single
 from tiermem.comm.exchange import Exchange
 from tiermem.comm.messages import Kind, Message
 from tiermem.comm.stats import CommStats, Traffic
@@ -14,5 +14,6 @@ __all__ = [
     "Message",
     "Traffic",
     "open_communicator",
+    "refuse_to_open",
     "single",
 ]

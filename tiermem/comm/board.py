@@ -31,6 +31,13 @@ class Board:
         self._rank = rank
         self._said_seen = False  # written by the watch, after its end by who closes
 
+    def arrive(self) -> None:
+        """Says that this rank is here, to open its communicator."""
+        self._write(f"here/{self._rank}", True)
+
+    def has_arrived(self, rank: int) -> bool:
+        return self._read(f"here/{rank}") is not None
+
     def leave(self, departure: Departure) -> None:
         """Says that this rank has left, before its connections close."""
         words = [departure.how, departure.said, departure.exchanges, departure.last]
@@ -108,7 +115,7 @@ class Board:
 def _transfer_to_words(transfer: Transfer) -> list[Any]:
     what = transfer.what
     return [
-        [what.kind.name, what.index, what.name],
+        [what.kind.name, what.index, what.name, what.turn],
         transfer.number,
         transfer.peer,
         transfer.sending,
@@ -117,8 +124,8 @@ def _transfer_to_words(transfer: Transfer) -> list[Any]:
 
 
 def _transfer_from_words(words: list[Any]) -> Transfer:
-    kind, index, name = words[0]
-    return Transfer(Message(Kind[kind], index, name), *words[1:])
+    kind, index, name, turn = words[0]
+    return Transfer(Message(Kind[kind], index, name, turn), *words[1:])
 
 
 def _state_to_words(state: State) -> Mapping[str, Any]:

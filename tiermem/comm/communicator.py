@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
 
@@ -102,7 +102,10 @@ class Communicator:
         with self._lock:
             if self._said is not None or self._closed:
                 return
-            self._said = str(error) if isinstance(error, RankError) else _describe(error)
+            if isinstance(error, RankError):
+                self._said = self._link.activity.failure or str(error)
+            else:
+                self._said = _describe(error)
         if isinstance(error, RankError):
             self._tell(self._said)
         else:
@@ -112,6 +115,11 @@ class Communicator:
         if self._link.board is not None:
             self._link.board.fail(failure)
         self._link.activity.fail(failure)
+
+    @property
+    def names(self) -> dict[int, str]:
+        """What each rank of the group is called, by the default group's numbers: ``rank 5``."""
+        return self._link.names
 
     def check(self) -> None:
         """Raises `RankError` if the run is known to be over. Costs nothing."""
@@ -242,11 +250,10 @@ def open_communicator(group: dist.ProcessGroup | None) -> Communicator:
     rank, size = group.rank(), group.size()
     if size == 1:
         return single()
-    ranks = dist.get_process_group_ranks(group)
-    names = {place: f"rank {each}" for place, each in enumerate(ranks)}
-    store = compat.group_store(group)
-    count = store.add(f"tiermem/opened/{rank}", 1)  # the same on all ranks: opening is collective
-    store = compat.store_below(store, f"tiermem/{count}")
+    names = _names_of(group)
+    store, count = _next_place(group)
+    board = Board(store, rank)
+    _meet(board, names, rank)
     try:
         transport = compat.open_gloo(store, rank, size, timedelta(seconds=_OPEN_S))
     except RuntimeError as error:
@@ -254,7 +261,51 @@ def open_communicator(group: dist.ProcessGroup | None) -> Communicator:
             f"{names[rank]}: {', '.join(names.values())} did not all open communicator {count} of "
             f"their group within {_OPEN_S} s: all ranks must make the same runtimes; {error}"
         ) from error
-    link = Link(rank, size, names, Activity(), Board(store, rank), transport)
+    link = Link(rank, size, names, Activity(), board, transport)
     watch = Watch(link)
     watch.start()
     return Communicator(link, watch)
+
+
+def refuse_to_open(group: dist.ProcessGroup | None, error: BaseException) -> None:
+    """Tells the ranks that open, or will open, the next communicator of ``group`` why this rank will
+    not. Raises nothing."""
+    group = dist.group.WORLD if group is None else group
+    if group is None or group.size() == 1:
+        return
+    with contextlib.suppress(RuntimeError):  # the store is gone
+        store, _ = _next_place(group)
+        name = _names_of(group)[group.rank()]
+        Board(store, group.rank()).fail(f"{name} failed: {_describe(error)}; see its own output")
+
+
+def _names_of(group: dist.ProcessGroup) -> dict[int, str]:
+    return {at: f"rank {each}" for at, each in enumerate(dist.get_process_group_ranks(group))}
+
+
+def _next_place(group: dist.ProcessGroup) -> tuple[compat.Store, int]:
+    """Where the next communicator of ``group`` meets, and its number, which is the same on all ranks
+    since opening is collective."""
+    store = compat.group_store(group)
+    count = store.add(f"tiermem/opened/{group.rank()}", 1)
+    return compat.store_below(store, f"tiermem/{count}"), count
+
+
+def _meet(board: Board, names: Mapping[int, str], rank: int) -> None:
+    """Waits until all ranks open the communicator, or one says that it will not."""
+    board.arrive()
+    missing = dict(names)
+    end = time.monotonic() + _OPEN_S
+    while True:
+        failure = board.failure()
+        if failure is not None:
+            raise RankError(f"{failure} ({names[rank]} was opening a communicator with it)")
+        missing = {at: name for at, name in missing.items() if not board.has_arrived(at)}
+        if not missing:
+            return
+        if time.monotonic() > end:
+            raise RankError(
+                f"{', '.join(missing.values())} did not open a communicator within {_OPEN_S} s, while "
+                f"{names[rank]} waited: all ranks must make the same runtimes and shard the same models"
+            )
+        time.sleep(_POLL_S)

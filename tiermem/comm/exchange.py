@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -16,7 +17,7 @@ class Exchange:
     """Transfers between this rank and the others. Waited for by one thread at a time. It holds its
     tensors until all of it has been waited for: the network may write to them until then."""
 
-    __slots__ = ("_abandoned", "_coming", "_going", "_link", "_posted", "_tensors")
+    __slots__ = ("_abandoned", "_coming", "_going", "_link", "_posted", "_taker", "_tensors")
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -25,6 +26,7 @@ class Exchange:
         self._tensors: list[Tensor] = []
         self._abandoned = False
         self._posted = False
+        self._taker: _Taker | None = None
 
     def post(
         self, coming: Sequence[tuple[Transfer, Tensor]], going: Sequence[tuple[Transfer, Tensor]]
@@ -43,11 +45,23 @@ class Exchange:
         :raises RankError: a peer died, failed, left, or does something else; with the cause. The
             receiving tensors' contents are then undefined.
         """
+        self._take()
         self._wait(self._coming)
+
+    def received_within(self, seconds: float) -> bool:
+        """Whether everything that comes is there, perhaps after some ``seconds``, or will never be:
+        then `wait_received` returns, or raises, at once. gloo cannot be asked, so that a thread has to
+        wait for it."""
+        if not self._coming:
+            return True
+        if self._taker is None:
+            self._taker = _Taker(self._link, self._coming[0][0], lambda: self._wait(self._coming))
+        return self._taker.over.wait(seconds)
 
     def wait(self) -> None:
         """Returns when everything that comes is there, and what goes may be overwritten. Raises as
         `wait_received`."""
+        self._take()
         self._wait(self._coming)
         self._wait(self._going)
         self._tensors = []
@@ -62,6 +76,12 @@ class Exchange:
         self._abandoned = not self.done
         self._coming, self._going = [], []
 
+    def _take(self) -> None:
+        """Waits for the thread that waits, if there is one."""
+        if self._taker is not None:
+            self._taker.join()
+            self._taker = None
+
     def _wait(self, transfers: list[tuple[Transfer, Work]]) -> None:
         if self._abandoned:
             raise StateError(
@@ -70,3 +90,35 @@ class Exchange:
         while transfers:
             self._link.wait(*transfers[0])
             transfers.pop(0)
+
+
+class _Taker:
+    """A thread that waits for what comes. ``over``: it waits no more. The thread that joins it counts
+    as blocked by ``first`` meanwhile, so that ranks in a deadlock are found out all the same."""
+
+    def __init__(self, link: Link, first: Transfer, wait: Callable[[], None]) -> None:
+        self.over = threading.Event()
+        self._link = link
+        self._first = first
+        self._wait = wait
+        self._error: Exception | None = None
+        threading.Thread(target=self._run, name="tiermem-taker", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._wait()
+        except Exception as error:
+            self._error = error
+        finally:
+            self.over.set()
+
+    def join(self) -> None:
+        """Returns when it is over; raises its error."""
+        if not self.over.is_set():
+            self._link.activity.block(self._first)
+            try:
+                self.over.wait()
+            finally:
+                self._link.activity.unblock(None)
+        if self._error is not None:
+            raise self._error

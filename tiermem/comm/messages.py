@@ -26,14 +26,17 @@ _CODES = {kind: code for code, kind in enumerate(Kind)}
 @dataclass(frozen=True, slots=True)
 class Message:
     """What an exchange is about. ``index`` (0 to 65535) and ``kind`` are the same on all ranks for
-    what belongs together; ``name`` is for people."""
+    what belongs together; ``name`` is for people, and so is ``turn``: how often what it is about had
+    been updated before."""
 
     kind: Kind
     index: int
     name: str
+    turn: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind.value} of {self.name!r}"
+        turn = f" after {self.turn} update{'s' if self.turn > 1 else ''}" if self.turn else ""
+        return f"{self.kind.value} of {self.name!r}{turn}"
 
 
 @dataclass(frozen=True, slots=True)

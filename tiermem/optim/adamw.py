@@ -319,7 +319,8 @@ class AdamW(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """torch's shape: ``{"state": {index: ...}, "param_groups": [...]}``. States are read from
-        their tier when they are looked at (see `LazyState`), as they are then."""
+        their tier when they are looked at (see `LazyState`), as they are then. Over several ranks
+        all of them look at the same ones in the same order; ``copy.deepcopy`` looks at all."""
         for before in compat.state_dict_hooks(self, "before save"):
             before(self)
         state_dict = self._packed()

@@ -2,6 +2,11 @@
 
 Squares were summed while gradients were accumulated, in an order that does not depend on the
 partition (see [Note: gradients]); here they are added up over parameters and ranks.
+
+[Note: split models] Ranks that share out states have the same model. A model may itself be split over
+another dimension of the mesh, by tensor or pipeline parallelism (``model_mesh`` of `shard`). Squares of
+what is split are added over that dimension too; parameters that are the same there (norms, biases that
+are added after a reduction) count once, as its first rank has them.
 """
 
 from __future__ import annotations
@@ -18,19 +23,32 @@ Counts = Callable[[ShardedParam], bool]
 def sum_of_squares(groups: Iterable[ParamGroup], counts: Counts) -> float:
     """Of all gradients of ``groups`` as they are scaled now, but those of parameters that do not
     count; not finite if one is not. Over several ranks one exchange of a number for each
-    communicator."""
-    by_comm: dict[Communicator, list[float]] = {}
+    communicator, and one more for each other dimension that models are split over; see
+    [Note: split models]."""
+    kinds: dict[tuple[Communicator, Communicator | None], tuple[list[float], list[float]]] = {}
     for group in groups:
-        mine = by_comm.setdefault(group.sharing.comm, [])
+        split, same = kinds.setdefault((group.sharing.comm, group.across), ([], []))
         own = group.gradient
-        if own is not None:
-            mine += [own.sum_squares[p.index] * own.scale**2 for p in _present(group, counts)]
+        for param in _present(group, counts):
+            assert own is not None
+            mine = same if param.replicated else split
+            mine.append(own.sum_squares[param.index] * own.scale**2)
     sums = []
-    for comm, values in by_comm.items():
-        total = _sum(values)
-        every = comm.gather_values("gradient norm", [total]) if comm.size > 1 else [(total,)]
-        sums.append(_sum([row[0] for row in every]))
+    for (comm, across), (split, same) in kinds.items():
+        totals = [_sum(split), _sum(same)] if across is not None else [_sum([*split, *same])]
+        totals = _over_ranks(comm, totals)
+        if across is not None and across.size > 1:
+            rows = across.gather_values("gradient norm over the model's ranks", totals)
+            totals = [_sum([row[0] for row in rows]), rows[0][1]]
+        sums += totals
     return _sum(sums)
+
+
+def _over_ranks(comm: Communicator, totals: list[float]) -> list[float]:
+    if comm.size == 1:
+        return totals
+    rows = comm.gather_values("gradient norm", totals)
+    return [_sum(column) for column in zip(*rows, strict=True)]
 
 
 def not_finite(groups: Iterable[ParamGroup], counts: Counts) -> list[str]:

@@ -32,7 +32,9 @@ def gathered(params: Iterable[torch.Tensor] | torch.Tensor, *, modify: bool = Fa
 
     Ordinary in-place writes are noticed by themselves; ``modify=True`` is for writes that torch does
     not count (through ``.data``, numpy or pointers): everything is then written back, and masters are
-    rebuilt from the parameters. Raises `BudgetError` if the groups do not fit device memory at once.
+    rebuilt from the parameters. Over several ranks all of them enter it alike, and write the same: each
+    keeps its own shard of what it has written. Raises `BudgetError` if the groups do not fit device
+    memory at once.
     """
     given = [params] if isinstance(params, torch.Tensor) else list(params)
     groups: dict[ParamGroup, None] = {}
@@ -48,14 +50,15 @@ def gathered(params: Iterable[torch.Tensor] | torch.Tensor, *, modify: bool = Fa
 
 
 def full_param(param: torch.Tensor) -> torch.Tensor:
-    """A copy of the parameter as it computes."""
+    """A copy of the parameter as it computes, whole. Over several ranks all of them call it."""
     handle = _handle(param)
     with torch.no_grad(), handle.group.runtime.forward.gathered([handle.group], modify=False):
         return handle.real.detach().clone()
 
 
 def full_master(param: torch.Tensor) -> torch.Tensor:
-    """A copy of the parameter's fp32 master (of the parameter itself where that is fp32)."""
+    """A copy of the parameter's fp32 master (of the parameter itself where that is fp32), whole.
+    Over several ranks all of them call it."""
     handle = _handle(param)
     runtime = handle.group.runtime
     value = full_param(param)
@@ -102,7 +105,8 @@ def set_full_master(param: torch.Tensor, master: torch.Tensor) -> None:
 def full_grad(param: torch.Tensor) -> torch.Tensor | None:
     """A copy of the gradient accumulated so far that no ``step()`` has taken; None if there is
     none. Its dtype is the parameter's, or fp32 after a second micro-step. Where losses are scaled it
-    is that of the scaled loss: divide by ``optimizer.loss_scale``."""
+    is that of the scaled loss: divide by ``optimizer.loss_scale``. Over several ranks all of them call
+    it, and get the mean over the ranks."""
     handle = _handle(param)
     runtime, region = handle.group.runtime, handle.group.regions[handle.segment.region]
     with runtime.interrupts:

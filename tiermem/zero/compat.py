@@ -170,3 +170,9 @@ def backward_retains_graph() -> bool:
             return bool(len(positional) > 1 and positional[1])
         frame = frame.f_back
     return False
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a DTensor. Imports nothing: without the import there are none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)

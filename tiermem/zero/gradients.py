@@ -63,6 +63,7 @@ class GroupGradient:
     transfer: Transfer | None = None  # the spill in flight
     pinned: bool = False  # an update reads ``tensor``
     used: bool = False  # nobody will read it again
+    summing: bool = False  # ranks send each other parts of it, or what is added to it
 
     @property
     def nbytes(self) -> int:
@@ -210,6 +211,8 @@ class GradientStore:
         """The group's gradients, in memory, to be changed."""
         self.changes += 1
         if group.gradient is None:
+            if group.pending is not None:  # not used since: its gradients may lie where these will go
+                group.runtime.gather.apply_pending([group])
             group.gradient = GroupGradient(group, widened=self.start_wide)
         self.bring_in(group.gradient)
         if group.gradient.scale != 1.0:
@@ -225,6 +228,7 @@ class GradientStore:
         if sums or self._must_widen(own, before & partial.present):
             self._widen(own)
         own.present |= partial.present
+        own.summing = True
         return before
 
     def add_parts(
@@ -397,7 +401,8 @@ class GradientStore:
     def _spill_unfinished(self) -> bool:
         """Frees a staging buffer of a group whose backward goes on (parallel branches)."""
         for own in self._holding if self._store.num_paths else ():
-            if own.group.gradient is own and own.present and own.transfer is None:
+            idle = own.transfer is None and not own.summing
+            if own.group.gradient is own and own.present and idle:
                 self.add_record(own.group)
                 self.park(own.group)
                 return True

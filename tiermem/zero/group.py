@@ -15,6 +15,11 @@ dropped finds them all; see `GatherScheduler.settle`.
 updated, there in place, and then exchanged for those of the other ranks. ``whole`` says that all of it
 is current; only then may anybody compute with it.
 
+[Note: turns] Every message about a group tells how often the group has been updated, and the parity of
+that is part of its tag. So a rank that alone asks for a group before a step, say to print a parameter,
+and the others, who next need the group after the step, never take each other's shards of two different
+steps for one: the ranks are found to disagree.
+
 [Note: held parameters] Some code keeps the real parameter object itself beyond its forward:
 torch.utils.checkpoint keeps frozen weights of a recompute, a custom autograd function may stash a
 weight on its context. Such an object must not lose its values under the holder. Every parameter's
@@ -33,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from tiermem.comm import Communicator, Kind, Message
 from tiermem.errors import StateError
 from tiermem.memory.lease import Lease
 from tiermem.store.records import Record
@@ -94,6 +100,7 @@ class ShardedParam:
         "name",
         "placeholder",
         "real",
+        "replicated",
         "slots",
         "steps",
         "version",
@@ -107,6 +114,7 @@ class ShardedParam:
         self.slots: list[Slot] = []
         self.version = 0  # of ``real`` when lease and store last agreed
         self.steps = 0  # optimizer updates of this parameter
+        self.replicated = False  # over ``ParamGroup.across``
         self._hooks: Any = None
         self._references = sys.maxsize
         self.placeholder = Placeholder(self)
@@ -341,6 +349,8 @@ class ParamGroup:
         self.uses = 0  # forwards, faulted calls and gathered() blocks that need it now
         self.handle_token = object()  # referred to by every saved handle; see `handles`
         self.version = 0  # of the values; saved handles must agree
+        self.across: Communicator | None = None  # among the ranks that the model is split over
+        self.updates = 0  # alike on all ranks; see [Note: turns]
         self.written: dict[ShardedParam, None] = {}  # by the user, and not in the store yet
 
     def __repr__(self) -> str:
@@ -382,6 +392,10 @@ class ParamGroup:
     def trainable_numel(self) -> int:
         """Elements whose gradients this rank keeps, with padding."""
         return sum(r.owned.numel for r in self.regions if r.trainable)
+
+    def message(self, kind: Kind, region: Region) -> Message:
+        """What an exchange about ``region`` is called now; see [Note: turns]."""
+        return Message(kind, 2 * region.number + self.updates % 2, self.name, self.updates)
 
     def move(self, to: ShardedState) -> None:
         """The one place where ``state`` changes."""

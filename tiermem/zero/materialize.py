@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from tiermem.comm import Kind, Message
+from tiermem.comm import Kind
 from tiermem.errors import StateError
 from tiermem.memory.arena import Block
 from tiermem.memory.lease import tensor_over
@@ -264,8 +264,7 @@ class Filler:
             for tensor in (self._images[group], *fields):
                 first = [tensor if comm.rank == 0 else None for _ in range(comm.size)]
                 others = [tensor if rank == 0 and comm.rank else None for rank in range(comm.size)]
-                message = Message(Kind.SETUP, group.regions[0].number, group.name)
-                comm.exchange(message, first, others).wait()
+                comm.exchange(group.message(Kind.SETUP, group.regions[0]), first, others).wait()
 
     def _write_masters(self) -> None:
         for (group, index), tensor in self._masters.items():

@@ -13,6 +13,13 @@ uses gradients without one (``step()``, a norm, ``full_grad``) reduces them firs
 [Note: presence] Which parameters had a gradient may differ from rank to rank (a branch not taken). At
 the end of a backward that reduces, ranks tell each other; a parameter that had one anywhere has one
 everywhere, with zeros from the others. A group whose parameters all had one needs not wait for that.
+
+[Note: late groups] So a rank may begin a group's reduction in the middle of a backward, and another
+one at its end. The first must not wait for the second in between, which may need it to get there (at
+stage 3 for its parameters). Where what is in flight has reached its limit, it waits for a moment only;
+a group that has not come by then is *late*: it stays in memory and is waited for at the end of the
+backward. At that time ranks tell each other which groups not all of them began before; these are late
+in the next backward from the start. Results do not depend on any of this.
 """
 
 from __future__ import annotations
@@ -41,6 +48,10 @@ if TYPE_CHECKING:
 
 _BUCKETS_AT_ONCE = 2
 
+_NONE, _SOME, _BEGUN = range(3)  # what a rank says of a parameter's gradient
+
+_PATIENCE_S = 0.5  # see [Note: late groups]
+
 MAX_IN_FLIGHT = 2
 """Groups whose reduction may be under way while the next one's gradients accumulate."""
 
@@ -56,7 +67,8 @@ class _Bucket:
 
 @dataclass(slots=True, eq=False)
 class _Reduction:
-    """One group's reduction. ``block`` takes what comes for two buckets at a time."""
+    """One group's reduction. ``block`` takes what comes for two buckets at a time; ``before``: the
+    parameters that had gradients of earlier backwards; ``added``: buckets that are added up."""
 
     group: ParamGroup
     partial: GroupGradient
@@ -64,6 +76,9 @@ class _Reduction:
     block: Block
     parts: list[list[torch.Tensor]] = field(default_factory=list)  # by bucket, in rank order
     exchanges: list[Exchange] = field(default_factory=list)  # by bucket
+    before: set[int] | None = None
+    added: int = 0
+    shared: list[Exchange] | None = None  # of the sums, at stage 0
 
 
 class GradientReducer:
@@ -78,9 +93,11 @@ class GradientReducer:
         self._kernels = kernels
         self._in_flight: deque[_Reduction] = deque()
         self._begun: set[ParamGroup] = set()  # in this backward
+        self._late: set[ParamGroup] = set()  # see [Note: late groups]
         # Not copied yet, where gradients need not be contiguous; empty between backwards.
         self._loose: dict[ParamGroup, dict[ShardedParam, torch.Tensor]] = {}
         self.micro_steps = 0  # backwards since the last step
+        self._steps = 0  # of all optimizers; see [Note: turns] (group.py)
         self.unreduced = False  # one of them did not reduce
         self.syncing = True  # outside of no_sync(), see [Note: no_sync]
 
@@ -145,7 +162,8 @@ class GradientReducer:
     def _allocate(self, nbytes: int, what: str) -> Block:
         block = self._arena.allocate(nbytes, Purpose.GRADIENT)
         while block is None and self._in_flight:
-            self._finish(self._in_flight[0])
+            prompt = (r for r in self._in_flight if r.group not in self._late)
+            self._finish(next(prompt, self._in_flight[0]))
             block = self._arena.allocate(nbytes, Purpose.GRADIENT)
         while block is None and self._gradients.wait_for_release():
             block = self._arena.allocate(nbytes, Purpose.GRADIENT)
@@ -202,9 +220,11 @@ class GradientReducer:
     def stepped(self) -> None:
         """A step has taken the gradients."""
         self.micro_steps = 0
+        self._steps += 1
 
     def _reduce_rest(self) -> None:
         """See [Note: presence]."""
+        self._runtime.gather.shares.start_owed()
         groups: dict[Communicator, list[ParamGroup]] = {}
         for group in self._runtime.groups:
             if not group.sharing.alone and group.trainable_numel:
@@ -220,42 +240,44 @@ class GradientReducer:
                 own.param_view(group.params[index]).zero_()
                 own.present.add(index)
             self._begin(group)
-        while self._in_flight:
-            self._finish(self._in_flight[0])
+        self._finish_all()
         self._begun.clear()
         self.unreduced = False
 
     def _exchange_presence(
         self, comm: Communicator, groups: Sequence[ParamGroup]
     ) -> dict[ParamGroup, set[int]]:
-        """The parameters of each group that had a gradient on any rank of ``comm``."""
+        """The parameters of each group that had a gradient on any rank of ``comm``; notices which
+        groups are late."""
         params = [param for group in groups for param in group.params]
-        mine = torch.tensor([self._is_present(param) for param in params], dtype=torch.uint8)
+        mine = torch.tensor([self._presence(param) for param in params], dtype=torch.uint8)
+        late: set[ParamGroup] = set()
         others = [None if r == comm.rank else torch.empty_like(mine) for r in range(comm.size)]
-        message = Message(Kind.PRESENCE, 0, "which gradients there are")
+        message = Message(Kind.PRESENCE, self._steps % 2, "which gradients there are", self._steps)
         exchange = comm.exchange(message, [None if o is None else mine for o in others], others)
         exchange.wait()
-        union = mine.clone()
-        for other in others:
-            if other is not None:
-                union |= other
+        every = torch.stack([mine if other is None else other for other in others])
+        least, most = every.amin(0).tolist(), every.amax(0).tolist()
         result: dict[ParamGroup, set[int]] = {group: set() for group in groups}
-        for param, found in zip(params, union.tolist(), strict=True):
-            if found:
+        for param, low, high in zip(params, least, most, strict=True):
+            if high > _NONE:
                 result[param.group].add(param.index)
+            if param.real.requires_grad and low != _BEGUN:
+                late.add(param.group)
+        self._late = late | (self._late - set(groups))
         return result
 
-    def _is_present(self, param: ShardedParam) -> bool:
+    def _presence(self, param: ShardedParam) -> int:
+        if param.group in self._begun and param.real.requires_grad:
+            return _BEGUN
         own = param.group.partial
-        complete = param.group in self._begun and param.real.requires_grad
-        return complete or (own is not None and param.index in own.present)
+        return _SOME if own is not None and param.index in own.present else _NONE
 
     # ---- one group
 
     def _begin(self, group: ParamGroup) -> None:
         """Sends and takes shards of the group's partial gradients."""
-        while len(self._in_flight) >= MAX_IN_FLIGHT:
-            self._finish(self._in_flight[0])
+        self._limit(MAX_IN_FLIGHT - 1)
         partial, others = group.partial, group.sharing.comm.size - 1
         assert partial is not None
         buckets = self._buckets(group)
@@ -269,6 +291,23 @@ class GradientReducer:
         self._begun.add(group)
         self._in_flight.append(reduction)
         if not self._runtime.config.overlap_comm:
+            self._limit(0)
+
+    def _limit(self, most: int) -> None:
+        """Finishes reductions until at most ``most`` are in flight, late ones aside."""
+        for reduction in list(self._in_flight):
+            if reduction.group in self._late and self._advance(reduction, within_s=0):
+                self._complete(reduction)
+        prompt = [r for r in self._in_flight if r.group not in self._late]
+        for reduction in prompt[: max(0, len(prompt) - most)]:
+            if self._advance(reduction, within_s=_PATIENCE_S):
+                self._complete(reduction)
+            else:
+                self._late.add(reduction.group)
+
+    def _finish_all(self) -> None:
+        """Waits for everything in flight, in the same order on all ranks."""
+        for reduction in sorted(self._in_flight, key=lambda r: r.group.index):
             self._finish(reduction)
 
     def _buckets(self, group: ParamGroup) -> list[_Bucket]:
@@ -306,36 +345,56 @@ class GradientReducer:
             sends.append(None if mine else shard)
             receives.append(None if mine else theirs)
             parts.append(theirs)
-        message = Message(Kind.GRADIENTS, bucket.region.number, group.name)
+        message = group.message(Kind.GRADIENTS, bucket.region)
         reduction.exchanges.append(comm.exchange(message, sends, receives))
         reduction.parts.append(parts)
 
     def _finish(self, reduction: _Reduction) -> None:
-        """Adds up this rank's shard, into the group's gradients."""
-        self._in_flight.remove(reduction)
-        group, partial = reduction.group, reduction.partial
-        before = self._gradients.open_for_sums(group, partial)
-        for number, bucket in enumerate(reduction.buckets):
-            reduction.exchanges[number].wait_received()
-            self._add_up(reduction, bucket, reduction.parts[number], before)
+        """Waits for it as long as it takes."""
+        self._advance(reduction)
+        self._complete(reduction)
+
+    def _advance(self, reduction: _Reduction, within_s: float | None = None) -> bool:
+        """Adds up what has come of this rank's shard, into the group's gradients; False if not all of
+        it came, each bucket ``within_s`` seconds."""
+        while reduction.added < len(reduction.buckets):
+            number = reduction.added
+            exchange = reduction.exchanges[number]
+            if within_s is not None and not exchange.received_within(within_s):
+                return False
+            exchange.wait_received()
+            if reduction.before is None:
+                reduction.before = self._gradients.open_for_sums(reduction.group, reduction.partial)
+            self._add_up(reduction, reduction.buckets[number], reduction.parts[number])
+            reduction.added += 1
             if len(reduction.exchanges) < len(reduction.buckets):
                 reduction.exchanges[number].wait()  # no more than two buckets are in flight
                 self._post(reduction)
+        if reduction.group.sharing.stage == 0 and reduction.shared is None:
+            reduction.shared = self._share_sums(reduction.group)
+        every = reduction.shared or []
+        return within_s is None or all(exchange.received_within(within_s) for exchange in every)
+
+    def _complete(self, reduction: _Reduction) -> None:
+        """All of this rank's shard is added up."""
+        self._in_flight.remove(reduction)
+        group, partial = reduction.group, reduction.partial
         for exchange in reduction.exchanges:
             exchange.wait()
+        assert group.gradient is not None
+        group.gradient.summing = False
         for index in sorted(partial.present):
             self._gradients.sum_squares_of(group.params[index])
         assert partial.block is not None
         self._arena.free(partial.block)
         self._arena.free(reduction.block)
-        if group.sharing.stage == 0:
-            self._share_sums(group)
+        for exchange in reduction.shared or ():
+            exchange.wait()
         self._runtime.updates.complete(group)
 
-    def _add_up(
-        self, reduction: _Reduction, bucket: _Bucket, parts: list[torch.Tensor], before: set[int]
-    ) -> None:
+    def _add_up(self, reduction: _Reduction, bucket: _Bucket, parts: list[torch.Tensor]) -> None:
         group, region = reduction.group, bucket.region
+        assert reduction.before is not None
         first = region.shard.start + bucket.start
         whole = Span(first, region.shard.start + bucket.stop)
         for index in region.layout.params:
@@ -343,25 +402,29 @@ class GradientReducer:
                 segment = group.layout.segments[index]
                 mine = whole.meet(segment.start, segment.stop)
                 here = slice(mine.start - first, mine.stop - first)
+                again = index in reduction.before
                 self._gradients.add_parts(
-                    group.params[index], mine, [part[here] for part in parts], add=index in before
+                    group.params[index],
+                    mine,
+                    [part[here] for part in parts],
+                    add=again,
                 )
 
-    def _share_sums(self, group: ParamGroup) -> None:
+    def _share_sums(self, group: ParamGroup) -> list[Exchange]:
         own = group.gradient
         assert own is not None
+        exchanges: list[Exchange] = []
         for region in group.regions:
             if region.trainable:
-                message = Message(Kind.GRADIENTS, region.number, group.name)
-                for exchange in share_out(group.sharing, message, own.region_view(region)):
-                    exchange.wait()
+                message = group.message(Kind.GRADIENTS, region)
+                exchanges += share_out(group.sharing, message, own.region_view(region))
+        return exchanges
 
     def forget_stale(self) -> None:
         """A backward has failed: what it has sent is taken; what it has not stays, as in torch."""
         for group in list(self._loose):
             self._copy_loose(group)
-        while self._in_flight:
-            self._finish(self._in_flight[0])
+        self._finish_all()
         self._begun.clear()
 
     def close(self) -> None:

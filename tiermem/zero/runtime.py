@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
-from tiermem.comm import Communicator, open_communicator, single
+from tiermem.comm import Communicator, open_communicator, refuse_to_open, single
 from tiermem.config import TierConfig, load_config
 from tiermem.errors import ConfigError, StateError, TierIOError
 from tiermem.kernels import open_kernels
@@ -41,10 +42,33 @@ from tiermem.zero.placeholder import Placeholder
 from tiermem.zero.reduce import GradientReducer
 from tiermem.zero.states import StateAccess
 from tiermem.zero.stats import RuntimeStats, collect
+from tiermem.zero.threads import use_threads
 from tiermem.zero.update import UpdatePipeline
 from tiermem.zero.updates import UpdateController
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+
+
+def _tell_waiting(error: BaseException) -> None:
+    """Other ranks may wait for this one to shard a model with them."""
+    if dist.is_available() and dist.is_initialized():
+        refuse_to_open(None, error)
+
+
+def _others_are_told(make: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
+    """For a constructor: if it fails, this rank will not open a communicator with the others."""
+
+    @functools.wraps(make)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            make(self, *args, **kwargs)
+        except BaseException as error:
+            _tell_waiting(error)
+            raise
+
+    return call
 
 
 class Runtime:
@@ -58,12 +82,14 @@ class Runtime:
     worker and the engine's threads own what their modules say.
     """
 
+    @_others_are_told
     def __init__(self, config: TierConfig | Mapping[str, Any] | str | Path) -> None:
         self.config = load_config(config)
         self._communicators: dict[ProcessGroup | None, Communicator] = {}
         self._torn: str | None = None
         self.interrupts = Deferral(self.mark_torn)
         self._closed = False
+        self._met = False  # with other ranks, or has tried to
         self._failed = False  # an exception ended the block; others have been told
         self._pid = os.getpid()
         self.device = _device(self.config)
@@ -83,7 +109,7 @@ class Runtime:
             direct=self.config.io.direct,
         )
         self.ledger = Ledger({Tier.HOST: budget, Tier.DEVICE: 1 << 62})
-        self.kernels = open_kernels()
+        self.kernels = open_kernels(num_threads=use_threads(self.config.num_threads))
         self.host = Arena(
             budget,
             tier=Tier.HOST,
@@ -159,6 +185,7 @@ class Runtime:
         if group is None and not (dist.is_available() and dist.is_initialized()):
             return single()
         if group not in self._communicators:
+            self._met = True
             self._communicators[group] = open_communicator(group)
         return self._communicators[group]
 
@@ -309,8 +336,8 @@ class Runtime:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is not None and self._communicators:
-            self._failed = True  # what is pending cannot be applied without the others
+        if error is not None and not self._closed:
+            self._failed = bool(self._communicators)  # what is pending then needs the others
             self._tell_others(error)
         try:
             self.close()
@@ -322,6 +349,8 @@ class Runtime:
     def _tell_others(self, error: BaseException) -> None:
         for communicator in self._communicators.values():
             communicator.fail(error)
+        if not self._met:
+            _tell_waiting(error)
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True) and os.getpid() == self._pid:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,6 +15,7 @@ from tiermem.schedule.placement import DevicePlan
 from tiermem.store.records import Record, RecordSpec
 from tiermem.store.store import TieredStore
 from tiermem.types import Field, Tier, format_bytes, round_up
+from tiermem.zero.agreement import check_alike, share_buffers
 from tiermem.zero.forward import Unit
 from tiermem.zero.group import GroupTraits, ParamGroup, Region, StateRecord
 from tiermem.zero.guards import install_guards
@@ -33,6 +34,8 @@ def shard(
     wrap: Wrap = None,
     init: Init | None = None,
     mesh: DeviceMesh | None = None,
+    model_mesh: DeviceMesh | None = None,
+    replicated: Iterable[str] = (),
 ) -> nn.Module:
     """Shards ``model`` over the tiers of ``runtime``, in place; returns it.
 
@@ -44,8 +47,12 @@ def shard(
     dtype. A parameter that several modules share is initialised by the first.
 
     Over several ranks (``torch.distributed`` is initialised) all of them call it alike; ``mesh`` is the
-    one dimension of a `DeviceMesh` to shard over (default: all ranks). Values are those of its first
-    rank.
+    one dimension of a `DeviceMesh` to shard over (default: all ranks). Parameters and buffers take the
+    values of its first rank. Raises `StateError` on all ranks if models or configurations differ.
+
+    ``model_mesh`` is the dimension over which the model itself is split, by tensor or pipeline
+    parallelism: gradient norms, and so clipping and overflow checks, are then those of the whole model.
+    ``replicated`` names the parameters that are the same on all ranks of it and count once.
 
     Raises `BudgetError` (with the smallest budget that works), `TierIOError` (the paths have no room
     for what is to come), `StateError` and `TypeError` before anything is changed; `StateError` also
@@ -54,13 +61,14 @@ def shard(
     _check_arguments(model, runtime)
     runtime.check_usable()
     units = plan_units(model, wrap)
-    comm = runtime.communicator(_group_of(mesh))
+    comm = runtime.communicator(group_of(mesh))
     if comm.size > 1 and runtime.device.type != "cpu":
         raise StateError(
             f"{comm.size} ranks on {runtime.device.type} are not supported yet: ranks exchange host "
             f"memory. Remedy: device: 'cpu', or one rank"
         )
     groups = plan_groups(units, runtime.config, comm)
+    check_alike(comm, runtime.config, groups, model, 2 * runtime.next_region_number())
     host, device = plan_for_shard(
         groups,
         runtime.config,
@@ -73,6 +81,8 @@ def shard(
     runtime.store.check_room(nvme_bytes(groups, runtime.config, host))
     names = {module: name for name, module in model.named_modules()}
     initialise = find_initialiser(model, init, names)
+    across = None if model_mesh is None else runtime.communicator(group_of(model_mesh))
+    once = _check_names(replicated, model)
     first = len(runtime.groups)
     made = [
         ParamGroup(
@@ -95,18 +105,31 @@ def shard(
         mine = [g for g, planned in zip(made, groups, strict=True) if planned.unit == index]
         Filler(runtime, units[index], mine, names, initialise, images).fill()
     materialise_buffers(model, names, initialise, runtime.device)
+    share_buffers(comm, model, 2 * runtime.next_region_number())
     _install_hooks(runtime, units, groups, made, names)
     install_guards(model, made)
     modules = {group: units[plan.unit].module for group, plan in zip(made, groups, strict=True)}
     del units, groups  # they refer to the parameters, whose references are counted now
     warn_of_strays(modules)
     for group in made:
+        group.across = across
         for param in group.params:
+            param.replicated = param.name in once
             param.note_references()
     return model
 
 
-def _group_of(mesh: DeviceMesh | None) -> ProcessGroup | None:
+def _check_names(names: Iterable[str], model: nn.Module) -> frozenset[str]:
+    """Raises `StateError` for names that the model's parameters do not have."""
+    given = frozenset(names)
+    unknown = given - {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if unknown:
+        raise StateError(f"replicated names no parameters: {', '.join(sorted(unknown)[:5])}")
+    return given
+
+
+def group_of(mesh: DeviceMesh | None) -> ProcessGroup | None:
+    """The ranks of a mesh of one dimension; None: all ranks. Raises `StateError` for another mesh."""
     if mesh is None:
         return None
     if mesh.ndim != 1:

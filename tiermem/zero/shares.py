@@ -16,9 +16,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tiermem.comm import Kind, Message
+from tiermem.comm import Kind
 from tiermem.zero.group import ParamGroup
 from tiermem.zero.sharing import Exchanges, share_out
+
+_PATIENCE_S = 0.5
 
 if TYPE_CHECKING:
     from tiermem.zero.gather import GatherScheduler
@@ -66,12 +68,27 @@ class SharedShards:
             self._start(group)
         started = time.perf_counter()
         assert group.exchange is not None
+        if not group.sharded and not group.exchange.received_within(_PATIENCE_S):
+            self.start_owed()
         if self._runtime.config.overlap_comm:
             group.exchange.wait_received()
         else:
             group.exchange.wait()
         self.stall_seconds += time.perf_counter() - started
         group.whole, group.under_way = True, False
+
+    def start_owed(self) -> None:
+        """Gives all others this rank's shards of groups that were updated and not used here since.
+
+        At stages 1 and 2 parameters are whole, so that ranks may use different groups. One that uses a
+        group waits for all the others, which give their shard when they wait for another group, or at
+        the end of the backward."""
+        for group in self._runtime.groups:
+            has_all = group.whole or group.under_way or group.sharing.alone
+            if not (has_all or group.sharded or group in self._runtime.updates.updated):
+                self._gather.gather(group, demand=True)
+                self._gather.ready(group)
+                self._start(group)
 
     def honour(self, group: ParamGroup) -> None:
         """Sees to what was committed for ``group``, before its values change."""
@@ -80,6 +97,8 @@ class SharedShards:
             self._gather.ready(group)
             self.make_whole(group)
             group.committed = False
+        elif group.under_way:
+            self.make_whole(group)
 
     def honour_all(self) -> None:
         """At the end of a run: some ranks may have begun what others have not."""
@@ -116,6 +135,6 @@ class SharedShards:
         most = self._runtime.config.allgather_bucket_numel
         parts = []
         for region in group.regions:
-            message = Message(Kind.PARAMS, region.number, group.name)
+            message = group.message(Kind.PARAMS, region)
             parts += share_out(group.sharing, message, group.region_view(region), most)
         group.exchange, group.under_way = Exchanges(parts, group.lease), True

@@ -91,6 +91,9 @@ class Exchanges:
         self._parts = parts
         self._memory = memory
 
+    def received_within(self, seconds: float) -> bool:
+        return all(part.received_within(seconds) for part in self._parts)
+
     def wait_received(self) -> None:
         for part in self._parts:
             part.wait_received()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from tiermem.comm import Kind, Message
+from tiermem.comm import Kind
 from tiermem.errors import StateError
 from tiermem.memory.lease import tensor_over
 from tiermem.types import ALIGNMENT, Field, round_up
@@ -142,5 +142,4 @@ def collect(param: ShardedParam, values: torch.Tensor) -> None:
         theirs = region.layout.shard(rank, comm.size).meet(segment.start, segment.stop)
         parts.append(values[theirs.start - segment.start : theirs.stop - segment.start])
     mine = parts[comm.rank]
-    message = Message(Kind.SETUP, region.number, param.name)
-    comm.exchange(message, [mine] * comm.size, parts).wait()
+    comm.exchange(group.message(Kind.SETUP, region), [mine] * comm.size, parts).wait()

@@ -99,6 +99,7 @@ class UpdateController:
         group.pending = owner.freeze(group, gradient)
         group.gradient = None
         group.version += 1
+        group.updates += 1
         group.owed = True
         group.whole = group.sharing.keeps_whole
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from tiermem.errors import ConfigError, StateError
+from tiermem.zero import compat
 from tiermem.zero.group import Slot
 from tiermem.zero.overlap import check_storages
 from tiermem.zero.placeholder import Placeholder
@@ -81,6 +82,11 @@ def _check(param: nn.Parameter, name: str) -> None:
         )
     if param.is_sparse or param.layout.__str__() != "torch.strided":
         raise StateError(f"{name!r} has layout {param.layout}; only strided parameters are sharded")
+    if compat.is_distributed(param):
+        raise StateError(
+            f"{name!r} is a DTensor, which is not supported. Remedy: split layers by hand into "
+            f"ordinary parameters, and give shard() their mesh as model_mesh"
+        )
     if param.is_inference() and param.device.type != "meta":  # those are made anew
         raise StateError(
             f"{name!r} was made under torch.inference_mode() and cannot be trained. Remedy: build the "
