@@ -31,6 +31,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -206,6 +207,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     arguments = parse_arguments()
+    # SIGTERM unwinds like Ctrl-C, so that ranks and the network namespace go in every case.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     report = measure(arguments) | {
         "torch": torch.__version__,
         "kernel": platform.release(),

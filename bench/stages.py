@@ -31,6 +31,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 from dataclasses import asdict
@@ -186,6 +187,8 @@ def summary(rounds: list[dict[str, dict[str, Any]]], model: GPTConfig, ranks: in
 
 def main() -> None:
     arguments = parse_arguments()
+    # SIGTERM unwinds like Ctrl-C, so that ranks and the network namespace go in every case.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     model = GPTConfig.for_parameters(arguments.params)
     rounds: list[dict[str, dict[str, Any]]] = []
     for number in range(arguments.rounds):
