@@ -8,12 +8,16 @@ reversed in every other round:
     stage0 .. stage3   tiermem
     ddp                DistributedDataParallel
     fsdp2              fully_shard of each block
+    ddp_bf16, fsdp2_bf16   the same without masters and with moments in bf16: less work, and another
+                       result; the least that torch's own can take
     plain              no ranks: one process with all processors, on the batch of all ranks together
     loopback           no training: how fast two ranks exchange bytes while nothing else runs
 
 All train one GPT on the same text from the same values: bf16 parameters, gradients exchanged in bf16,
 fp32 masters and moments, AdamW (torch's is the fused one). The first losses must agree. Seconds are
-the slower rank's, with a barrier before each step; ratios are taken within a round, of the medians.
+the slower rank's, with a barrier before each step; ratios are taken within a round, of the medians
+(``..._processor``: of the processor seconds of all ranks, which other work on the machine disturbs
+less).
 Memory is the peak resident set of a rank while it trains (setting up is not counted for anybody).
 
 The floor of a step on two ranks that share the processors is what plain needs, and the bytes that the
@@ -44,12 +48,25 @@ from machine import processor
 from tiermem.models.gpt import GPTConfig
 
 HERE = Path(__file__).resolve().parent
-CONTENDERS = ("stage0", "stage1", "stage2", "stage3", "ddp", "fsdp2", "plain", "loopback")
+CONTENDERS = (
+    "stage0",
+    "ddp",
+    "stage1",
+    "ddp_bf16",
+    "stage2",
+    "fsdp2_bf16",
+    "stage3",
+    "fsdp2",
+    "plain",
+    "loopback",
+)
 RATIOS = {
     "stage0_over_ddp": ("stage0", "ddp"),
     "stage1_over_ddp": ("stage1", "ddp"),
     "stage2_over_ddp": ("stage2", "ddp"),
     "stage3_over_fsdp2": ("stage3", "fsdp2"),
+    "stage2_over_ddp_bf16": ("stage2", "ddp_bf16"),
+    "stage3_over_fsdp2_bf16": ("stage3", "fsdp2_bf16"),
 }
 VOLUME = {"stage0": 2, "stage1": 2, "stage2": 2, "stage3": 3}  # elements moved, in parameters
 LOSS_TOLERANCE = 0.02
@@ -143,6 +160,9 @@ def summary(rounds: list[dict[str, dict[str, Any]]], model: GPTConfig, ranks: in
         if ours in rounds[0] and theirs in rounds[0]:
             values = [found[ours]["step_s"] / found[theirs]["step_s"] for found in rounds]
             report[field], report[field + "_spread"] = statistics.median(values), spread(values)
+            report[field + "_processor"] = statistics.median(
+                found[ours]["processor_s"] / found[theirs]["processor_s"] for found in rounds
+            )
     for field, (ours, theirs) in (
         ("rss_over_fsdp2", ("stage3", "fsdp2")),
         ("stage0_rss_over_ddp", ("stage0", "ddp")),

@@ -94,7 +94,7 @@ class Plain:
         )
         if spec["contender"] == "ddp":
             self.trainer.model = torch.nn.parallel.DistributedDataParallel(
-                self.trainer.model, gradient_as_bucket_view=False
+                self.trainer.model, gradient_as_bucket_view=True
             )
 
     def step(self, batch: Batch) -> float:
@@ -107,9 +107,33 @@ class Plain:
         pass
 
 
+class PureDDP:
+    """DistributedDataParallel around a bf16 model; moments in bf16, no masters."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        model = GPT(GPTConfig(**spec["model"]))
+        init_model(model, spec["seed"])
+        model.to(torch.bfloat16)
+        self.model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, **ADAMW)
+
+    def step(self, batch: Batch) -> float:
+        loss = self.model(*batch)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
 class FSDP2:
-    """`fully_shard` on each block and on the rest; parameters are fp32 shards, gathered and reduced in
-    bf16, updated by torch's fused AdamW."""
+    """`fully_shard` on each block and on the rest; parameters are fp32 shards (with ``_bf16``: bf16,
+    and so are the moments), gathered and reduced in bf16, updated by torch's fused AdamW."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -117,6 +141,8 @@ class FSDP2:
 
         model = GPT(GPTConfig(**spec["model"]))
         init_model(model, spec["seed"])
+        if spec["contender"].endswith("_bf16"):
+            model.to(torch.bfloat16)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         for block in model.blocks:
@@ -166,7 +192,14 @@ class Loopback:
 def make(spec: dict[str, Any]) -> Any:
     if spec["contender"].startswith("stage"):
         return Tiermem(spec | {"stage": int(spec["contender"][-1])})
-    kinds = {"plain": Plain, "ddp": Plain, "fsdp2": FSDP2, "loopback": Loopback}
+    kinds = {
+        "plain": Plain,
+        "ddp": Plain,
+        "ddp_bf16": PureDDP,
+        "fsdp2": FSDP2,
+        "fsdp2_bf16": FSDP2,
+        "loopback": Loopback,
+    }
     return kinds[spec["contender"]](spec)
 
 

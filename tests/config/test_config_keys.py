@@ -85,7 +85,7 @@ WRONG: list[tuple[str, Any]] = [
     ("stripe_bytes", 5000),
     ("stripe_bytes", 0),
     ("pin_memory", "perhaps"),
-    ("compute_dtype", "fp16"),
+    ("compute_dtype", "fp8"),
     ("compute_dtype", "float8"),
     ("path_weights", "heavy"),
     ("paths", 3),

@@ -6,6 +6,7 @@ is bit-equal; on more the order of a sum is theirs to choose, and values agree w
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -115,9 +116,28 @@ def alone(size: int) -> tuple[Values, list[float]]:
     return [whole(p) for p in model.parameters()], losses
 
 
+def waiting(rank: int, model: nn.Module, no_sync: Any) -> None:
+    """Three micro-steps, of which the first two reduce nothing."""
+    for micro in range(3):
+        with no_sync() if micro < 2 else contextlib.nullcontext():
+            loss_of(model, data(rank, micro, torch.float32)).backward()
+
+
+def without_sync(rank: int) -> tuple[Values, Values]:
+    """Gradients of DistributedDataParallel's `no_sync` and of ours."""
+    ddp = DistributedDataParallel(make_net())
+    waiting(rank, ddp, ddp.no_sync)
+    config = {"host_memory": "32MiB", "device": "cpu", "persistence_threshold_numel": 1000}
+    with tiermem.Runtime(config) as runtime:
+        model = tiermem.shard(make_net(), runtime)
+        waiting(rank, model, lambda: tiermem.no_sync(model))
+        gradients = [whole(tiermem.full_grad(p)) for p in model.parameters()]
+    return gradients, [whole(p.grad) for p in ddp.parameters()]
+
+
 def compare(rank: int, size: int) -> dict[str, Any]:
     torch.set_num_threads(1)
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = {"no_sync": without_sync(rank)}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         for stage in (2, 3):
             result[f"{name} stage {stage}"] = ours(rank, dtype, stage)
@@ -142,6 +162,12 @@ def test_two_ranks_are_bit_equal(
         assert mine[2] == expected[2]
         for ours_, theirs_ in zip(mine[0] + mine[1], expected[0] + expected[1], strict=True):
             np.testing.assert_array_equal(ours_, theirs_)
+
+
+def test_no_sync_is_bit_equal_to_that_of_ddp(on_two_ranks: list[dict[str, Any]]) -> None:
+    for result in on_two_ranks:
+        for mine, expected in zip(*result["no_sync"], strict=True):
+            np.testing.assert_array_equal(mine, expected)
 
 
 def worst(first: Values, second: Values) -> float:

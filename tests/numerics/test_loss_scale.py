@@ -294,3 +294,13 @@ def test_both_norms_can_be_read(tmp_path: Path) -> None:
             assert runtime.stats().grad_norm == optimizer.last_grad_norm
             assert runtime.stats().clipped_grad_norm == optimizer.last_clipped_norm
             optimizer.zero_grad()
+
+
+def test_torchs_own_scaler_names_ours(tmp_path: Path) -> None:
+    with tiermem.Runtime(placed("host", tmp_path)) as runtime:
+        model = tiermem.shard(make_net(), runtime)
+        optimizer = tiermem.optim.AdamW(model.parameters())
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(loss_of(model, 0, torch.float32)).backward()
+        with pytest.raises(StateError, match=r"opt\.scale\(loss\), not GradScaler"):
+            scaler.step(optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from numerics_rig import PLACEMENTS, batch, make_net, placed
 from torch import nn
 
 import tiermem
+from tiermem.errors import BudgetError
 from tiermem.kernels import AdamWStep
 from tiermem.kernels.torch_kernels import TorchKernels
 
@@ -199,3 +201,35 @@ def test_bytes_on_the_drive(precision: str, read: int, written: int, tmp_path: P
         assert (r1 - r0) / numel <= read + spilled + 2  # the last layer may stay between passes
         assert (r1 - r0) / numel >= read + spilled - 2
         assert (w1 - w0) / numel == pytest.approx(written + spilled, abs=0.1)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("declared", [None, 1])
+def test_the_smallest_budget_that_is_named_works(
+    precision: str, placement: str, declared: int | None, tmp_path: Path
+) -> None:
+    """Masters of one layer are held whole while it is filled: more than its gradients take."""
+
+    def run(host_memory: int) -> None:
+        config = {
+            **placed(placement, tmp_path),
+            **PRECISIONS[precision],
+            "host_memory": host_memory,
+            "gradient_accumulation_steps": declared,
+            "sub_group_numel": 4096,
+        }
+        with tiermem.Runtime(config) as runtime:
+            model = tiermem.shard(nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)), runtime)
+            optimizer = tiermem.optim.AdamW(model.parameters())
+            x = torch.randn(2, 512).to(DTYPES[precision])
+            for _ in range(2):
+                optimizer.scale(model(x).float().square().mean()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with pytest.raises(BudgetError) as error:
+        run(4096 * 4)
+    found = re.search(r"\((\d+) bytes\)\. Remedy", str(error.value))
+    assert found is not None
+    run(int(found[1]))

@@ -43,6 +43,7 @@ REQUESTS = st.builds(
     transfer_bytes=st.sampled_from([0, 1 << 20]),
     stripe_bytes=st.just(1 << 20),
     resident_limit=st.one_of(st.none(), st.just(0)),
+    fill_bytes=st.sampled_from([0, 1 << 20, 64 << 20]),
 )
 
 
@@ -67,6 +68,12 @@ def planned_bytes(groups: list[GroupSize], request: HostRequest, plan) -> float:
     return total
 
 
+def records_bytes(groups: list[GroupSize], request: HostRequest, plan) -> float:
+    """What is taken while groups are filled, before there are slots and gradients."""
+    bare = replace(plan, num_slots=0, num_staging=0, kept_gradients=frozenset())
+    return planned_bytes([replace(g, grad_bytes=0) for g in groups], request, bare)
+
+
 @given(GROUPS, REQUESTS, st.integers(0, 300 << 20))
 def test_all_parts_fit_and_the_smallest_budget_is_exact(groups, request, extra: int) -> None:
     smallest = plan_host(groups, request).smallest_budget
@@ -74,6 +81,7 @@ def test_all_parts_fit_and_the_smallest_budget_is_exact(groups, request, extra: 
         asked = replace(request, total=budget, budget=budget)
         plan = plan_host(groups, asked)
         assert planned_bytes(groups, asked, plan) <= budget
+        assert records_bytes(groups, asked, plan) + request.fill_bytes <= budget
     if smallest:
         with pytest.raises(BudgetError, match=str(smallest)):
             plan_host(groups, replace(request, total=smallest - 1, budget=smallest - 1))

@@ -104,8 +104,9 @@ def set_full_master(param: torch.Tensor, master: torch.Tensor) -> None:
 
 def full_grad(param: torch.Tensor) -> torch.Tensor | None:
     """A copy of the gradient accumulated so far that no ``step()`` has taken; None if there is
-    none. Its dtype is the parameter's, or fp32 after a second micro-step. Over several ranks all of
-    them call it, and get the mean over the ranks."""
+    none. Its dtype is the parameter's, or fp32 after a second micro-step. Where losses are scaled it
+    is that of the scaled loss: divide by ``optimizer.loss_scale``. Over several ranks all of them call
+    it, and get the mean over the ranks."""
     handle = _handle(param)
     runtime, region = handle.group.runtime, handle.group.regions[handle.segment.region]
     with runtime.interrupts:

@@ -367,6 +367,7 @@ def _gradient_refusal(what: str, args: Any) -> StateError:
     return StateError(
         f"{what} needs the gradient of {', '.join(map(repr, names[:3])) or 'a sharded parameter'}"
         f"{' and others' if len(names) > 3 else ''}, which has left for its tier. Remedy: to "
-        f"update, opt = tiermem.optim.AdamW(...), not torch's optimizers or GradScaler; to clip, "
-        f"opt.clip_grad_norm_(max_norm); to look at one, tiermem.full_grad(param) gives a copy"
+        f"update, opt = tiermem.optim.AdamW(...), not torch's optimizers; to scale losses, "
+        f"opt.scale(loss), not GradScaler; to clip, opt.clip_grad_norm_(max_norm); to look at one, "
+        f"tiermem.full_grad(param) gives a copy"
     )
