@@ -70,7 +70,6 @@ DIFFERENT_UNITS = ("branches at random",)
 """Ranks use different units: at stage 3 that is refused, since gathers need all of them."""
 
 IN_SHORT = ("tied", "checkpoint", "checkpoint reentrant", "frozen blocks", "unused block")
-NEW = ("unused on one rank", "unused in turn", "branches at random")
 
 
 class RankTwins(Twins):
@@ -166,7 +165,7 @@ def cases_of(names: Any, stages: Any) -> list[tuple[str, int, str]]:
     ("names", "stages"),
     [
         pytest.param(IN_SHORT, (3,), id="in short"),
-        pytest.param(NEW, (3, 2, 0), id="unused"),
+        pytest.param(("unused on one rank", "branches at random"), (3, 0), id="unused"),
         *(pytest.param(tuple(CASES), (s,), id=f"stage {s}", marks=pytest.mark.slow) for s in range(4)),
     ],
 )

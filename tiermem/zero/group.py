@@ -52,7 +52,7 @@ from tiermem.zero.sharing import Exchanges, Sharing
 if TYPE_CHECKING:
     from tiermem.store.store import TieredStore
     from tiermem.store.transfer import Transfer
-    from tiermem.zero.gradients import GroupGradient
+    from tiermem.zero.group_gradient import GroupGradient
     from tiermem.zero.runtime import Runtime
     from tiermem.zero.update import PendingUpdate, UpdateJob
 

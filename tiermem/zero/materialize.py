@@ -19,8 +19,8 @@ from tiermem.memory.arena import Block
 from tiermem.memory.lease import tensor_over
 from tiermem.memory.trim import return_freed_memory
 from tiermem.types import Field, Purpose, round_up
-from tiermem.zero.gradients import flatten_like
 from tiermem.zero.group import ParamGroup, Region, ShardedParam, absent
+from tiermem.zero.group_gradient import flatten_like
 from tiermem.zero.masters import master_state, store_master
 from tiermem.zero.placeholder import Placeholder
 from tiermem.zero.runtime import Runtime

@@ -38,7 +38,8 @@ from tiermem.kernels import Kernels
 from tiermem.memory.arena import Arena, Block
 from tiermem.memory.lease import tensor_over
 from tiermem.types import ALIGNMENT, Purpose, format_bytes, round_up
-from tiermem.zero.gradients import GradientStore, GroupGradient, flatten_like
+from tiermem.zero.gradients import GradientStore
+from tiermem.zero.group_gradient import GroupGradient, flatten_like
 from tiermem.zero.layout import Span
 from tiermem.zero.sharing import share_out
 

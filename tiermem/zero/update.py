@@ -33,8 +33,9 @@ from tiermem.store.transfer import Transfer
 from tiermem.types import ALIGNMENT, Field, Purpose, format_bytes, round_up
 
 if TYPE_CHECKING:
-    from tiermem.zero.gradients import GradientStore, GroupGradient
+    from tiermem.zero.gradients import GradientStore
     from tiermem.zero.group import ParamGroup, Region, Transfers
+    from tiermem.zero.group_gradient import GroupGradient
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from tiermem.zero.group import ParamGroup, ShardedParam
 from tiermem.zero.update import PendingUpdate, UpdateRule
 
 if TYPE_CHECKING:
-    from tiermem.zero.gradients import GroupGradient
+    from tiermem.zero.group_gradient import GroupGradient
     from tiermem.zero.runtime import Runtime
 
 
