@@ -273,7 +273,7 @@ def test_path_without_permission(tmp_path: Path) -> None:
     [
         (errno.ENOENT, ConfigError, "cannot hold a run's files.*No such file"),  # as in /proc
         (errno.EPERM, ConfigError, "cannot hold a run's files.*not permitted"),
-        (errno.ENOSPC, TierIOError, "making a run directory in .*No space left.*free space"),
+        (errno.ENOSPC, TierIOError, "making a run directory at .*No space left.*free space"),
     ],
 )
 def test_a_directory_that_cannot_be_made(

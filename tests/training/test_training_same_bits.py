@@ -3,6 +3,7 @@ are moved."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import re
@@ -109,7 +110,8 @@ def run(choice: Choice, recipe: Recipe, drives: Drives) -> Trained:
     )
     config["host_memory"] = smallest_host_memory(config, recipe) + choice["host_extra"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiermem.zero.runtime, "open_kernels", lambda: open_kernels(choice["kernels"]))
+        chosen = functools.partial(open_kernels, choice["kernels"])
+        patch.setattr(tiermem.zero.runtime, "open_kernels", chosen)
         return train(config, recipe)
 
 
