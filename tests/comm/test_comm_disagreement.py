@@ -49,7 +49,7 @@ def _different_layers(rank: int, size: int) -> str:
     return _expect(comm, exchange.wait_received)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_different_layers(size: int) -> None:
     outcomes = rank_outcomes(_different_layers, size, timeout_s=45)
     for outcome in outcomes:

@@ -75,7 +75,7 @@ def _check(outcomes: list[Outcome], way: str) -> None:
     assert outcomes[-1].exit_code == {"killed": -signal.SIGKILL, "exit": 3}.get(way, 0)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", sorted(EXPECTED))
 def test_others_learn_why_a_rank_left(way: str, size: int) -> None:
     _check(rank_outcomes(_leave, size, way, timeout_s=40), way)

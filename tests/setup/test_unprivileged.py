@@ -52,6 +52,7 @@ def run(arguments: list[str], timeout: float) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_without_privileges() -> None:
     status = run(["-c", "print(open('/proc/self/status').read())"], 60).stdout

@@ -41,7 +41,7 @@ def placements(path: Path) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_stage_and_placement(size: int, dtype: torch.dtype, tmp_path: Path) -> None:
     configs = placements(tmp_path)
