@@ -160,7 +160,7 @@ class GatherScheduler:
         """Starts the group's pending update inside backward. Over several ranks only this rank's shard
         of its lease will be current then: it is given up when the update is done, which is at another
         time on each rank, and does not count as live until then."""
-        group.leaving = group.sharded and group.uses == 0
+        group.leaving = group.sharded and group.uses == 0 and not group.anchored
         self.gather(group, demand=True)
 
     def _would_block(self, group: ParamGroup) -> bool:
