@@ -34,7 +34,8 @@ def test_stages(repository: Path, plain_environment: dict[str, str]) -> None:
         assert found[ratio] > 0
     for stage in range(4):  # headers are not counted, padding is
         moved = found[f"stage{stage}"]["sent_bytes"] / (2 * found["parameters"])
-        assert 0.95 < moved / (1.5 if stage == 3 else 1) < 1.5
+        # At stage 3 what is kept from forward to backward is not fetched again: 2 to 3 of them.
+        assert 0.95 < moved < (2.25 if stage == 3 else 1.5)
 
 
 @pytest.mark.timeout(500)
