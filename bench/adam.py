@@ -21,7 +21,6 @@ import argparse
 import ctypes
 import json
 import mmap
-import platform
 import statistics
 import threading
 import time
@@ -30,7 +29,7 @@ from typing import NamedTuple
 
 import arguments as argument
 import torch
-from machine import processor
+from machine import facts
 
 from tiermem.kernels import AdamWStep, Kernels, open_kernels
 
@@ -200,9 +199,7 @@ def main() -> None:
         result |= {
             "isa": kernels.name,
             "num_threads": kernels.num_threads,
-            "cpu": processor(),
-            "kernel": platform.release(),
-            "torch": torch.__version__,
+            **facts(),
         }
     if not options.json:
         print(

@@ -30,8 +30,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -41,9 +39,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import arguments as argument
-import torch
 from launch import launch
-from machine import processor
+from machine import facts, unwind_on_sigterm
 from namespace import network_namespace
 
 from tiermem.models.gpt import GPTConfig
@@ -207,14 +204,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     arguments = parse_arguments()
-    # SIGTERM unwinds like Ctrl-C, so that ranks and the network namespace go in every case.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    report = measure(arguments) | {
-        "torch": torch.__version__,
-        "kernel": platform.release(),
-        "processor": processor(),
-        "cpus": os.cpu_count(),
-    }
+    unwind_on_sigterm()
+    report = measure(arguments) | facts()
     print(json.dumps(report))
 
 

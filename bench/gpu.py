@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -27,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import arguments as argument
 import torch
-from machine import processor
+from machine import facts
 
 import tiermem
 from tiermem.models.gpt import GPT, GPTConfig, make_initializer
@@ -128,11 +127,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     arguments = parse_arguments()
-    report = measure(arguments) | {
-        "torch": torch.__version__,
-        "kernel": platform.release(),
-        "processor": processor(),
-    }
+    report = measure(arguments) | facts()
+    if not arguments.json:
+        print("\n".join(f"{key}: {value}" for key, value in report.items()))
     print(json.dumps(report))
 
 

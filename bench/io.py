@@ -16,10 +16,8 @@ import contextlib
 import dataclasses
 import json
 import os
-import platform
 import resource
 import shutil
-import signal
 import statistics
 import sys
 import tempfile
@@ -33,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import arguments as argument
 import io_fio
 from io_fio import GIB, MODES, Figures
-from machine import processor
+from machine import facts, unwind_on_sigterm
 
 import tiermem.io as tio
 from tiermem.store.mounts import find_mount
@@ -286,7 +284,6 @@ def line(figures: Figures) -> str:
 
 
 def parse_arguments() -> argparse.Namespace:
-    defaults = tio.QueueOptions()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--against", choices=("fio", "backends", "none"), default="fio")
     parser.add_argument("--directory", default=".", help="a directory on the drive to measure")
@@ -299,10 +296,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each run")
-    parser.add_argument("--backend", default="auto", help=f"auto, {', '.join(tio.BACKENDS)}")
-    parser.add_argument("--chunk", type=argument.size, default=defaults.chunk_bytes)
-    parser.add_argument("--read-depth", type=int, default=defaults.read_depth)
-    parser.add_argument("--write-depth", type=int, default=defaults.write_depth)
+    argument.add_engine(parser)
     parser.add_argument(
         "--fio",
         choices=("best", "same"),
@@ -324,9 +318,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    # SIGTERM unwinds like Ctrl-C, so that the file goes in every case.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    options = tio.QueueOptions(arguments.chunk, arguments.read_depth, arguments.write_depth)
+    unwind_on_sigterm()
+    options = argument.queue_options(arguments)
     work = Work(arguments.size, arguments.request)
     with Bench(arguments.directory, work, arguments.backend, options) as bench:
         chosen = bench.engine
@@ -345,10 +338,7 @@ def main() -> None:
         "pairs": arguments.pairs,
         "seconds": arguments.seconds,
         "filesystem": find_mount(Path(arguments.directory)).filesystem,
-        "kernel": platform.release(),
-        "processor": processor(),
-        "cpus": os.cpu_count(),
-        "python": platform.python_version(),
+        **facts(),
         "fio": io_fio.version() if arguments.against == "fio" else None,
     }
     print(json.dumps(report))

@@ -18,9 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import signal
 import statistics
 import sys
 from dataclasses import asdict
@@ -32,9 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import arguments as argument
 import throttled
-import torch
 from launch import launch
-from machine import processor
+from machine import facts, unwind_on_sigterm
 
 from tiermem.models.gpt import GPTConfig
 
@@ -103,14 +99,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     arguments = parse_arguments()
-    # SIGTERM unwinds like Ctrl-C, so that files, mounts and devices go in every case.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    unwind_on_sigterm()
     report = measure(arguments) | {
         "mb_per_s": arguments.mb_per_s,
-        "torch": torch.__version__,
-        "kernel": platform.release(),
-        "processor": processor(),
-        "cpus": os.cpu_count(),
+        **facts(),
     }
     print(json.dumps(report))
 

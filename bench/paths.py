@@ -18,8 +18,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
-import signal
 import statistics
 import sys
 import time
@@ -31,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import throttled
-from machine import processor
+from machine import facts, unwind_on_sigterm
 
 from tiermem.io import Op, open_engine
 from tiermem.memory.arena import Arena
@@ -232,15 +230,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
 
 def main() -> None:
     arguments = parse_arguments()
-    # SIGTERM unwinds like Ctrl-C, so that files, mounts and devices go in every case.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    unwind_on_sigterm()
     report = measure(arguments) | {
         "pairs": arguments.pairs,
         "seconds": arguments.seconds,
-        "kernel": platform.release(),
-        "processor": processor(),
-        "cpus": os.cpu_count(),
-        "python": platform.python_version(),
+        **facts(),
     }
     print(json.dumps(report))
 

@@ -15,10 +15,8 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import random
 import shutil
-import signal
 import statistics
 import sys
 import tempfile
@@ -31,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import arguments as argument
-from machine import processor
+from machine import facts, unwind_on_sigterm
 
 import tiermem.io as tio
 from tiermem.benchmark.plan import WINDOW
@@ -168,17 +166,13 @@ def summary(samples: dict[str, Sample]) -> dict[str, object]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    defaults = tio.QueueOptions()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--directory", default=".", help="a directory on the drive to measure")
     parser.add_argument("--size", type=argument.size, default=1 << 30, help="of the file, e.g. 2GiB")
     parser.add_argument("--reads", type=argument.size, nargs="+", default=[2 << 20, 64 << 10])
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.5, help="of each run")
-    parser.add_argument("--backend", default="auto", help=f"auto, {', '.join(tio.BACKENDS)}")
-    parser.add_argument("--chunk", type=argument.size, default=defaults.chunk_bytes)
-    parser.add_argument("--read-depth", type=int, default=defaults.read_depth)
-    parser.add_argument("--write-depth", type=int, default=defaults.write_depth)
+    argument.add_engine(parser)
     parser.add_argument("--json", action="store_true", help="only the JSON line")
     arguments = parser.parse_args()
     if arguments.size < 8 * WINDOW * REQUEST_BYTES or arguments.pairs < 1 or arguments.seconds <= 0:
@@ -190,9 +184,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    # SIGTERM unwinds like Ctrl-C, so that the files go in every case.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    options = tio.QueueOptions(arguments.chunk, arguments.read_depth, arguments.write_depth)
+    unwind_on_sigterm()
+    options = argument.queue_options(arguments)
     with contextlib.closing(Rig(arguments, options)) as rig:
         report: dict[str, object] = {
             format_bytes(nbytes): measure(rig, nbytes, arguments) for nbytes in arguments.reads
@@ -208,9 +201,7 @@ def main() -> None:
         "pairs": arguments.pairs,
         "seconds": arguments.seconds,
         "filesystem": find_mount(Path(arguments.directory)).filesystem,
-        "kernel": platform.release(),
-        "processor": processor(),
-        "cpus": os.cpu_count(),
+        **facts(),
     }
     print(json.dumps(report))
 

@@ -17,10 +17,8 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import random
 import shutil
-import signal
 import statistics
 import sys
 import time
@@ -36,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import arguments as argument
 import io_fio
-from machine import processor
+from machine import facts, unwind_on_sigterm
 
 import tiermem.io as tio
 from tiermem.memory.arena import Arena
@@ -250,8 +248,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    # SIGTERM unwinds like Ctrl-C, so that the files go in every case.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    unwind_on_sigterm()
     report: dict[str, object] = {}
     for size in arguments.sizes:
         with contextlib.closing(Rig(arguments, SIZES[size])) as rig:
@@ -263,10 +260,7 @@ def main() -> None:
         "depth": DEPTH,
         "pairs": arguments.pairs,
         "filesystem": find_mount(arguments.directory).filesystem,
-        "kernel": platform.release(),
-        "processor": processor(),
-        "cpus": os.cpu_count(),
-        "python": platform.python_version(),
+        **facts(),
         "fio": io_fio.version() if arguments.fio else None,
     }
     print(json.dumps(report))

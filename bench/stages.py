@@ -30,8 +30,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import signal
 import statistics
 import sys
 from dataclasses import asdict
@@ -42,9 +40,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import arguments as argument
-import torch
 from launch import launch
-from machine import processor
+from machine import facts, unwind_on_sigterm
 
 from tiermem.models.gpt import GPTConfig
 
@@ -187,8 +184,7 @@ def summary(rounds: list[dict[str, dict[str, Any]]], model: GPTConfig, ranks: in
 
 def main() -> None:
     arguments = parse_arguments()
-    # SIGTERM unwinds like Ctrl-C, so that ranks and the network namespace go in every case.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    unwind_on_sigterm()
     model = GPTConfig.for_parameters(arguments.params)
     rounds: list[dict[str, dict[str, Any]]] = []
     for number in range(arguments.rounds):
@@ -203,10 +199,7 @@ def main() -> None:
         "rounds": arguments.rounds,
         "steps": arguments.steps,
         "config": arguments.config,
-        "torch": torch.__version__,
-        "kernel": platform.release(),
-        "processor": processor(),
-        "cpus": os.cpu_count(),
+        **facts(),
     }
     print(json.dumps(report))
 

@@ -107,15 +107,11 @@ class Plain:
         pass
 
 
-class PureDDP:
-    """DistributedDataParallel around a bf16 model; moments in bf16, no masters."""
+class _Torch:
+    """A wrapped model with torch's fused AdamW."""
 
-    def __init__(self, spec: dict[str, Any]) -> None:
-        model = GPT(GPTConfig(**spec["model"]))
-        init_model(model, spec["seed"])
-        model.to(torch.bfloat16)
-        self.model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, **ADAMW)
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
 
     def step(self, batch: Batch) -> float:
         loss = self.model(*batch)
@@ -131,7 +127,18 @@ class PureDDP:
         pass
 
 
-class FSDP2:
+class PureDDP(_Torch):
+    """DistributedDataParallel around a bf16 model; moments in bf16, no masters."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        model = GPT(GPTConfig(**spec["model"]))
+        init_model(model, spec["seed"])
+        model.to(torch.bfloat16)
+        self.model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, **ADAMW)
+
+
+class FSDP2(_Torch):
     """`fully_shard` on each block and on the rest; parameters are fp32 shards (with ``_bf16``: bf16,
     and so are the moments), gathered and reduced in bf16, updated by torch's fused AdamW."""
 
@@ -150,19 +157,6 @@ class FSDP2:
         fully_shard(model, mesh=mesh, mp_policy=policy)
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
-
-    def step(self, batch: Batch) -> float:
-        loss = self.model(*batch)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach())
-
-    def facts(self) -> dict[str, Any]:
-        return {}
-
-    def close(self) -> None:
-        pass
 
 
 class Loopback:

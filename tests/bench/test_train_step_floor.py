@@ -13,12 +13,12 @@ import pytest
 @pytest.fixture(scope="module")
 def bench(repository: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(
-        "bench_train_step", repository / "bench/train_step.py"
+        "train_step_figures", repository / "bench/train_step_figures.py"
     )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["bench_train_step"] = module
+    sys.modules["train_step_figures"] = module
     spec.loader.exec_module(module)
     return module
 

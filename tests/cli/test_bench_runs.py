@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
-from bench_rig import SMALL, bench, bench_json, command, left_in
+from bench_rig import SMALL, bench, bench_json, command, left_in, shown_on_a_terminal
 
 import tiermem.io as tio
 
@@ -121,24 +119,8 @@ def test_a_picture(tmp_path: Path, plain_environment: Environment) -> None:
 
 
 def test_a_bar_on_a_terminal(tmp_path: Path, plain_environment: Environment) -> None:
-    main, terminal = os.openpty()
     arguments = (tmp_path, *SMALL, "--runtime", "0.3", "--mode", "read")
-    process = subprocess.Popen(
-        command(*arguments),
-        stdout=subprocess.DEVNULL,
-        stderr=terminal,
-        env=plain_environment | {"TERM": "xterm"},
-    )
-    os.close(terminal)
-    shown = b""
-    try:
-        while part := os.read(main, 4096):
-            shown += part
-    except OSError:  # the terminal's other end is closed
-        pass
-    finally:
-        os.close(main)
-    assert process.wait(60) == 0
+    shown = shown_on_a_terminal(command(*arguments), plain_environment)
     assert b"read 64 KiB depth 4" in shown
     assert "━".encode() in shown
     assert b"of 2" in shown

@@ -4,38 +4,17 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from bench_rig import ENDLESS, SMALL, bench_json, command, left_in
+from bench_rig import ENDLESS, SMALL, bench_json, command, left_in, running
 
 Environment = dict[str, str]
 
 
-@contextmanager
-def running(path: Path, environment: Environment, *more: object) -> Iterator[subprocess.Popen[str]]:
-    """A benchmark without end whose file exists."""
-    process = subprocess.Popen(
-        command(path, *ENDLESS, *more),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    try:
-        deadline = time.monotonic() + 60
-        while not list(path.glob("*/gen0.bin")):
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+def endless(path: Path, *more: object) -> list[str]:
+    return command(path, *ENDLESS, *more)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +24,7 @@ def running(path: Path, environment: Environment, *more: object) -> Iterator[sub
 def test_a_signal_ends_it_and_removes_its_files(
     tmp_path: Path, plain_environment: Environment, number: signal.Signals, delay: float
 ) -> None:
-    with running(tmp_path, plain_environment, "--json") as process:
+    with running(endless(tmp_path, "--json"), tmp_path, plain_environment) as process:
         time.sleep(delay)  # in the warm-up, and in a run
         process.send_signal(number)
         out, error = process.communicate(timeout=30)
@@ -57,7 +36,7 @@ def test_a_signal_ends_it_and_removes_its_files(
 
 def test_what_was_measured_before_is_shown(tmp_path: Path, plain_environment: Environment) -> None:
     more = ("--json", "--runtime", "0.2", "--loops", "1000", "--mode", "read")
-    with running(tmp_path, plain_environment, *more) as process:
+    with running(endless(tmp_path, *more), tmp_path, plain_environment) as process:
         time.sleep(1.0)
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=30)
@@ -66,7 +45,7 @@ def test_what_was_measured_before_is_shown(tmp_path: Path, plain_environment: En
 
 
 def test_the_next_run_reclaims_what_a_kill_left(tmp_path: Path, plain_environment: Environment) -> None:
-    with running(tmp_path, plain_environment) as process:
+    with running(endless(tmp_path), tmp_path, plain_environment) as process:
         process.kill()
         process.wait()
     left = left_in(tmp_path)
@@ -77,7 +56,7 @@ def test_the_next_run_reclaims_what_a_kill_left(tmp_path: Path, plain_environmen
 
 
 def test_a_live_run_is_not_touched(tmp_path: Path, plain_environment: Environment) -> None:
-    with running(tmp_path, plain_environment) as process:
+    with running(endless(tmp_path), tmp_path, plain_environment) as process:
         found = bench_json(plain_environment, tmp_path, *SMALL, "--mode", "read")
         assert found["reclaimed"] == []
         assert list(tmp_path.glob("*/gen0.bin"))

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
-from bench_rig import left_in
+from bench_rig import left_in, shown_on_a_terminal
 from tune_rig import SHORT, Environment, command, run, tune, tune_json
 
 import tiermem.cli.app
@@ -201,22 +199,6 @@ def test_what_was_found_is_shown_though_it_cannot_be_saved(
 
 @pytest.mark.usefixtures("state")
 def test_a_bar_on_a_terminal(drive: Path, plain_environment: Environment) -> None:
-    main, terminal = os.openpty()
-    process = subprocess.Popen(
-        command(drive, *SHORT),
-        stdout=subprocess.DEVNULL,
-        stderr=terminal,
-        env=plain_environment | {"TERM": "xterm"},
-    )
-    os.close(terminal)
-    shown = b""
-    try:
-        while part := os.read(main, 4096):
-            shown += part
-    except OSError:  # the terminal's other end is closed
-        pass
-    finally:
-        os.close(main)
-    assert process.wait(60) == 0
+    shown = shown_on_a_terminal(command(drive, *SHORT), plain_environment)
     assert b"duplex 2 MiB depth" in shown
     assert b"of 4 s" in shown

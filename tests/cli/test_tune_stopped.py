@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from bench_rig import left_in
+from bench_rig import left_in, running
 from tune_rig import Environment, command
 
 
@@ -23,25 +22,11 @@ def test_a_signal_ends_it_and_removes_its_files(
     drive = tmp_path / "drive"
     drive.mkdir()
     file = tmp_path / "profile.json"
-    process = subprocess.Popen(
-        command(drive, "--size", "128MiB", "--budget", "1h", "--json", "--save", file),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=plain_environment,
-    )
-    try:
-        deadline = time.monotonic() + 60
-        while not list(drive.glob("*/gen0.bin")):
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+    line = command(drive, "--size", "128MiB", "--budget", "1h", "--json", "--save", file)
+    with running(line, drive, plain_environment) as process:
         time.sleep(delay)
         process.send_signal(number)
         out, error = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
     assert process.returncode == 128 + number, error
     assert "Traceback" not in error
     found = json.loads(out)

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +20,6 @@ import tiermem
 from tiermem.errors import ConfigError, TierIOError
 
 Mount = Callable[..., Path]
-
-
-@pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Mount]:
-    """Mounts a tmpfs of a size in bytes; skips where that is not permitted."""
-    mounted: list[Path] = []
-
-    def make(nbytes: int, *options: str) -> Path:
-        point = tmp_path / f"mount{len(mounted)}"
-        point.mkdir()
-        flags = ",".join([f"size={nbytes}", *options])
-        command = ["mount", "-t", "tmpfs", "-o", flags, "tmpfs", str(point)]
-        try:
-            result = subprocess.run(command, capture_output=True, text=True, check=False)
-        except FileNotFoundError:
-            pytest.skip("no mount command")
-        if result.returncode:
-            pytest.skip(f"mounting is not permitted: {result.stderr.strip()}")
-        mounted.append(point)
-        return point
-
-    yield make
-    for point in mounted:
-        subprocess.run(["umount", str(point)], check=True)
 
 
 def config_of(*paths: Path | str, **changes: Any) -> dict[str, Any]:

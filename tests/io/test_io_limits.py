@@ -119,7 +119,7 @@ def test_a_surprise_in_a_thread_ends_its_request(
     rig: RigMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread that dies would leave the waiter waiting for ever."""
-    import tiermem.io.threads
+    import tiermem.io.thread_queue
 
     made = rig()
 
@@ -127,7 +127,7 @@ def test_a_surprise_in_a_thread_ends_its_request(
         raise RuntimeError("a surprise")
 
     with monkeypatch.context() as patched:
-        patched.setattr(tiermem.io.threads, "_run_chunk", surprise)
+        patched.setattr(tiermem.io.thread_queue, "_run_chunk", surprise)
         for _ in range(8):  # more than there are threads
             with pytest.raises(OSError, match="Input/output error"):
                 made.read(0, 4096).wait(30)

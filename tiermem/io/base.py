@@ -14,7 +14,7 @@ has completed; a `Request` holds ``owner`` for that purpose and drops it on comp
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -172,13 +172,3 @@ class Engine(Protocol):
     def close(self) -> None:
         """Waits for everything in flight, stops the threads. Idempotent. Submitting afterwards
         raises StateError."""
-
-
-class EngineFactory(Protocol):
-    def __call__(self) -> Engine: ...
-
-
-ProbeResult = tuple[str, str]
-"""(backend name, why it was chosen or why not)."""
-
-Probe = Callable[[str], ProbeResult]

@@ -119,11 +119,9 @@ class GradientStore:
             flat = flat.cpu()
         held = own.held(param)
         flat = flat[held.start : held.stop]
-        own.sum_squares[param.index] = self._kernels.reduce(destination, (flat,), 1.0, add=again)
+        self._note_squares(own, param, held, self._kernels.reduce(destination, (flat,), 1.0, add=again))
         own.present.add(param.index)
-        if not group.sharing.alone:
-            own.sum_squares[param.index] = math.nan
-            self.sum_squares_of(param)
+        self.sum_squares_of(param)
 
     def _must_widen(self, own: GroupGradient, again: set[int]) -> bool:
         """Whether the gradients ``again``, which are there, can take more only in fp32."""
@@ -168,21 +166,27 @@ class GradientStore:
             first = own.span(region).start
             destination = own.region_view(region)[span.start - first : span.stop - first]
             squares = self._kernels.reduce(destination, parts, 1 / len(parts), add=add)
-            whole = region.shard.meet(param.segment.start, param.segment.stop)
-            own.sum_squares[param.index] = squares if span == whole else math.nan
+            within = Span(span.start - param.segment.start, span.stop - param.segment.start)
+            self._note_squares(own, param, within, squares)
+
+    def _note_squares(
+        self, own: GroupGradient, param: ShardedParam, span: Span, squares: float
+    ) -> None:
+        """``squares`` are those of the elements ``span`` of the parameter. They count if that is all
+        that this rank reduces of it; else `sum_squares_of` has to look again."""
+        own.sum_squares[param.index] = squares if span == param.reduced else math.nan
 
     def sum_squares_of(self, param: ShardedParam) -> None:
-        """Sums the squares of what this rank has reduced of the parameter, where that came in several
-        pieces: the order of the sum must not depend on them."""
-        own = param.group.gradient
+        """Sums the squares of what this rank reduces of the parameter, where that came in several
+        pieces, or with what other ranks reduce: the order of the sum must not depend on it."""
+        own, mine = param.group.gradient, param.reduced
         assert own is not None
-        region = param.group.regions[param.segment.region]
-        mine = region.shard.meet(param.segment.start, param.segment.stop)
         if not mine.numel:
             own.sum_squares[param.index] = 0.0
         elif math.isnan(own.sum_squares[param.index]):
-            first = own.span(region).start
-            view = own.region_view(region)[mine.start - first : mine.stop - first]
+            region = param.group.regions[param.segment.region]
+            first = param.segment.start - own.span(region).start
+            view = own.region_view(region)[first + mine.start : first + mine.stop]
             own.sum_squares[param.index] = self._kernels.accumulate(view, view, add=False)
 
     def _apply_scale(self, own: GroupGradient) -> None:
@@ -191,10 +195,9 @@ class GradientStore:
         for index in sorted(own.present):
             param = own.group.params[index]
             view = own.param_view(param)
-            own.sum_squares[index] = self._kernels.accumulate(view, view * scale, add=False)
-            if not param.group.sharing.alone:
-                own.sum_squares[index] = math.nan
-                self.sum_squares_of(param)
+            squares = self._kernels.accumulate(view, view * scale, add=False)
+            self._note_squares(own, param, own.held(param), squares)
+            self.sum_squares_of(param)
 
     def replace(self, param: ShardedParam, value: torch.Tensor | None) -> None:
         """``param.grad = value``."""

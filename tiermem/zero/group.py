@@ -128,6 +128,13 @@ class ShardedParam:
         return self.segment.spec
 
     @property
+    def reduced(self) -> Span:
+        """The elements, counted from the parameter's first, whose gradients this rank reduces."""
+        segment = self.segment
+        mine = self.group.regions[segment.region].shard.meet(segment.start, segment.stop)
+        return Span(mine.start - segment.start, mine.stop - segment.start)
+
+    @property
     def num_references(self) -> int:
         """References to the real parameter beside ours, right after it was taken over."""
         return sys.getrefcount(self.real) - 2  # our attribute's and the argument's

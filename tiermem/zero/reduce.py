@@ -41,7 +41,7 @@ from tiermem.types import ALIGNMENT, Purpose, format_bytes, round_up
 from tiermem.zero.gradients import GradientStore
 from tiermem.zero.group_gradient import GroupGradient, flatten_like
 from tiermem.zero.layout import Span
-from tiermem.zero.sharing import share_out
+from tiermem.zero.sharing import PATIENCE_S, share_out
 
 if TYPE_CHECKING:
     from tiermem.zero.group import ParamGroup, Region, ShardedParam
@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 _BUCKETS_AT_ONCE = 2
 
 _NONE, _SOME, _BEGUN = range(3)  # what a rank says of a parameter's gradient
-
-_PATIENCE_S = 0.5  # see [Note: late groups]
 
 MAX_IN_FLIGHT = 2
 """Groups whose reduction may be under way while the next one's gradients accumulate."""
@@ -301,7 +299,7 @@ class GradientReducer:
                 self._complete(reduction)
         prompt = [r for r in self._in_flight if r.group not in self._late]
         for reduction in prompt[: max(0, len(prompt) - most)]:
-            if self._advance(reduction, within_s=_PATIENCE_S):
+            if self._advance(reduction, within_s=PATIENCE_S):
                 self._complete(reduction)
             else:
                 self._late.add(reduction.group)
@@ -403,12 +401,11 @@ class GradientReducer:
                 segment = group.layout.segments[index]
                 mine = whole.meet(segment.start, segment.stop)
                 here = slice(mine.start - first, mine.stop - first)
-                again = index in reduction.before
                 self._gradients.add_parts(
                     group.params[index],
                     mine,
                     [part[here] for part in parts],
-                    add=again,
+                    add=index in reduction.before,
                 )
 
     def _share_sums(self, group: ParamGroup) -> list[Exchange]:

@@ -44,20 +44,22 @@ class DeviceRoom:
     def obtain(self, group: ParamGroup, *, demand: bool) -> Lease | None:
         """A lease for ``group``; None if there is no room now and it is not on demand. Raises
         `BudgetError` that names the holders."""
-        if group.sharded:
-            return self._obtain_alike(group, demand=demand)
-        patience = _PATIENCE
+        patience, moved = _PATIENCE, not group.sharded
         while True:
             lease = self._lend(group)
             if lease is not None:
                 return lease
-            victim = self._victim(group, demand=demand)
+            victim = None if group.sharded else self._victim(group, demand=demand)
             if victim is not None:
                 self._gather.drop(victim)
                 continue
             if not demand:
                 return None
             if self._gather.wait_for_release():
+                continue
+            if not moved:
+                moved = True
+                self._move_together(group)
                 continue
             if patience == 0:
                 raise BudgetError(self._full_message(group))
@@ -89,7 +91,8 @@ class DeviceRoom:
 
     def _victim(self, wanted: ParamGroup, *, demand: bool) -> ParamGroup | None:
         distance = self._gather.trace.distance()
-        evictable = {g.index: g for g in self._runtime.groups if g is not wanted and self._idle(g)}
+        groups = (g for g in self._runtime.groups if g is not wanted and not g.sharded)
+        evictable = {g.index: g for g in groups if self._idle(g)}
         limit = -1 if demand else distance.get(wanted.index, -1)
         index = choose_victim(evictable.keys(), distance, limit)
         if index is not None:
@@ -112,26 +115,6 @@ class DeviceRoom:
         )
 
     # ---- several ranks, see [Note: deterministic room]
-
-    def _obtain_alike(self, group: ParamGroup, *, demand: bool) -> Lease | None:
-        if not demand:
-            return self._lend(group)
-        patience = _PATIENCE
-        moved = False
-        while True:
-            lease = self._lend(group)
-            if lease is not None:
-                return lease
-            if self._gather.wait_for_release():
-                continue
-            if not moved:
-                moved = True
-                self._move_together(group)
-                continue
-            if patience == 0:
-                raise BudgetError(self._full_message(group))
-            patience -= 1
-            self._wait_for_views(last=patience == 0)
 
     def make_way(self, group: ParamGroup) -> None:
         """``group`` becomes live: gives up others, so that live groups keep within their part."""

@@ -18,9 +18,7 @@ from typing import TYPE_CHECKING
 
 from tiermem.comm import Kind
 from tiermem.zero.group import ParamGroup
-from tiermem.zero.sharing import Exchanges, share_out
-
-_PATIENCE_S = 0.5
+from tiermem.zero.sharing import PATIENCE_S, Exchanges, share_out
 
 if TYPE_CHECKING:
     from tiermem.zero.gather import GatherScheduler
@@ -68,7 +66,7 @@ class SharedShards:
             self._start(group)
         started = time.perf_counter()
         assert group.exchange is not None
-        if not group.sharded and not group.exchange.received_within(_PATIENCE_S):
+        if not group.sharded and not group.exchange.received_within(PATIENCE_S):
             self.start_owed()
         if self._runtime.config.overlap_comm:
             group.exchange.wait_received()

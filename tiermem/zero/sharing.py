@@ -27,6 +27,10 @@ import torch
 from tiermem.comm import Communicator, Exchange, Message
 from tiermem.zero.layout import GroupLayout, RegionLayout, Span
 
+PATIENCE_S = 0.5
+"""How long a rank waits for what another may only send at the end of its backward, before it sees to
+what others may wait for: see [Note: late groups] (reduce.py) and `SharedShards.start_owed`."""
+
 
 @dataclass(frozen=True, slots=True)
 class RecordPart:
