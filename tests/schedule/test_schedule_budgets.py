@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiermem.errors import BudgetError
-from tiermem.schedule.placement import GroupSize, HostRequest, plan_device, plan_host
+from tiermem.schedule.placement import (
+    DevicePlan,
+    GroupSize,
+    HostRequest,
+    plan_beside,
+    plan_device,
+    plan_host,
+)
 from tiermem.types import Tier, round_up
 
 
@@ -141,3 +148,23 @@ def test_advice_fits_the_placement(params: Tier, optimizer: Tier, changes: dict,
         plan_host(groups, replace(request, **changes))
     if params is optimizer is Tier.NVME:
         assert "nvme" not in str(caught.value)
+
+
+PLANS = st.builds(
+    DevicePlan,
+    budget=st.integers(0, 1000),
+    persistent_bytes=st.integers(0, 300),
+    ahead_bytes=st.integers(0, 300),
+    smallest_budget=st.integers(300, 600),
+    states_bytes=st.integers(0, 100),
+)
+
+
+@given(PLANS, PLANS)
+def test_a_second_model_takes_from_what_is_fetched_ahead(first: DevicePlan, second: DevicePlan) -> None:
+    both = plan_beside(first, second)
+    assert both.budget == first.budget
+    assert both.persistent_bytes == first.persistent_bytes + second.persistent_bytes
+    assert 0 <= both.ahead_bytes <= first.ahead_bytes
+    needed = first.smallest_budget + second.smallest_budget
+    assert both.ahead_bytes == 0 or needed + both.ahead_bytes <= first.budget

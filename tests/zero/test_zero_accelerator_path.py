@@ -16,7 +16,6 @@ from tiermem.zero.runtime import Runtime
 def open_as_if_on_an_accelerator(self: Runtime, plan) -> None:
     self.device_plan = plan
     self.gather.room.pool = AcceleratorPool(torch.device("cpu"), self.ledger, plan.budget)
-    self.gather.room.ahead_bytes = plan.ahead_bytes
 
 
 @pytest.mark.parametrize("mode", ["deferred", "backward"])

@@ -3,25 +3,30 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_rig import Trained, assert_same, train
+import torch
+from rank_rig import Trained, assert_same, batch, build, train
 from ranks import run_ranks
 
+import tiermem
 from tiermem.store.transfer import Transfer
 from tiermem.zero.update import UpdatePipeline
 
 BASE = {"persistence_threshold_numel": 1000, "host_memory": "64MiB", "device": "cpu", "stage": 3}
 
 
-def train_unevenly(rank: int, size: int, seeds: range, path: str) -> list[Trained]:
-    """One training run per seed, with delays at random in the middle of everything."""
+@contextmanager
+def delays(source: random.Random) -> Iterator[None]:
+    """Updates and transfers take longer, at random, in the middle of everything."""
     apply, done = UpdatePipeline._apply, Transfer.done
-    source = random.Random()
 
     def slow_apply(self: UpdatePipeline, piece: Any) -> None:
         if source.random() < 0.3:
@@ -32,13 +37,25 @@ def train_unevenly(rank: int, size: int, seeds: range, path: str) -> list[Traine
         return source.random() < 0.5 and done(self)
 
     UpdatePipeline._apply, Transfer.done = slow_apply, late  # type: ignore[method-assign]
-    nvme = {"params": "nvme", "optimizer": "nvme", "paths": [path], "resident_memory": 0}
-    results = []
     try:
+        yield
+    finally:
+        UpdatePipeline._apply, Transfer.done = apply, done  # type: ignore[method-assign]
+
+
+def nvme(path: str) -> dict[str, Any]:
+    return {"params": "nvme", "optimizer": "nvme", "paths": [path], "resident_memory": 0}
+
+
+def train_unevenly(rank: int, size: int, seeds: range, path: str) -> list[Trained]:
+    """One training run per seed."""
+    source = random.Random()
+    results = []
+    with delays(source):
         for seed in seeds:
             choice = random.Random(seed)  # alike on all ranks
             source.seed(1000 * seed + rank)
-            config = {**BASE, **choice.choice([nvme, {"optimizer": "device"}, nvme])}
+            config = {**BASE, **choice.choice([nvme(path), {"optimizer": "device"}, nvme(path)])}
             config["sub_group_numel"] = 4096
             config["prefetch_bytes"] = choice.choice([0, 30_000, 60_000, 200_000])
             if choice.random() < 0.5:
@@ -52,9 +69,41 @@ def train_unevenly(rank: int, size: int, seeds: range, path: str) -> list[Traine
                     "gradient_clipping": 0,
                 }
             results.append(train(rank, size, config, steps=4))
-    finally:
-        UpdatePipeline._apply, Transfer.done = apply, done  # type: ignore[method-assign]
     return results
+
+
+def shard_another_between_steps(rank: int, size: int, path: str) -> list[str]:
+    """A second model comes while updates of the first are under way; digests of both."""
+    digests = []
+    source = random.Random()
+    for seed in range(6):
+        source.seed(1000 * seed + rank)
+        config = {**BASE, **nvme(path), "sub_group_numel": 4096, "device_memory": 220 << 10}
+        digest = hashlib.sha256()
+        with delays(source), tiermem.Runtime(config) as runtime:
+            first = tiermem.shard(build(), runtime)
+            one = tiermem.optim.AdamW(first.parameters(), lr=1e-2)
+            for step in range(2):
+                first(batch(rank, step, torch.bfloat16)).float().square().mean().backward()
+                one.step()
+                one.zero_grad()
+            second = tiermem.shard(build(), runtime)
+            two = tiermem.optim.AdamW(second.parameters(), lr=1e-2)
+            for step in range(2):
+                x = batch(rank, step, torch.bfloat16)
+                (first(x) * second(x)).float().mean().backward()
+                for optimizer in (one, two):
+                    optimizer.step()
+                    optimizer.zero_grad()
+            for p in (*first.parameters(), *second.parameters()):
+                digest.update(tiermem.full_master(p).numpy().tobytes())
+        digests.append(digest.hexdigest())
+    return digests
+
+
+def test_a_second_model_between_steps(tmp_path: Path) -> None:
+    found = run_ranks(shard_another_between_steps, 2, str(tmp_path), timeout_s=200)
+    assert len({digest for digests in found for digest in digests}) == 1
 
 
 @pytest.mark.parametrize(

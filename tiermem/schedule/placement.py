@@ -277,3 +277,17 @@ def plan_device(
     room = budget - smallest
     ahead = room if prefetch is None else min(prefetch, room)
     return DevicePlan(budget, persistent, ahead, smallest, states_bytes)
+
+
+def plan_beside(first: DevicePlan, second: DevicePlan) -> DevicePlan:
+    """The division of the budget of ``first`` among both models. What is fetched ahead gives way to
+    what the second needs."""
+    persistent = first.persistent_bytes + second.persistent_bytes
+    smallest = first.smallest_budget + second.smallest_budget
+    return DevicePlan(
+        budget=first.budget,
+        persistent_bytes=persistent,
+        ahead_bytes=max(0, min(first.ahead_bytes, first.budget - smallest)),
+        smallest_budget=smallest,
+        states_bytes=first.states_bytes + second.states_bytes,
+    )

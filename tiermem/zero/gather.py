@@ -90,11 +90,12 @@ class GatherScheduler:
 
     def vacate(self, groups: Sequence[ParamGroup] = ()) -> None:
         """Drops every lease that nobody needs now but, perhaps, one use of ``groups``."""
-        if any(group.sharded for group in self.groups):
-            self.apply_pending()  # so that all ranks drop the same ones
+        if any(group.sharded for group in self.groups):  # all ranks drop the same ones
+            self.apply_pending()
+            self.shares.honour_all()
         for group in self.groups:
             uses = int(group in groups)
-            if group.uses > uses or group.job is not None or group.committed:
+            if group.uses > uses or group.job is not None:
                 continue
             if group.state is ShardedState.UNSHARDED and not (group.persistent or group.anchored):
                 group.swap_out()

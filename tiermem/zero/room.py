@@ -38,8 +38,13 @@ class DeviceRoom:
         self._runtime = runtime
         self._gather = gather
         self.pool: LeasePool | None = None
-        self.ahead_bytes = 0
         self.lingering: set[ParamGroup] = set()  # see [Note: held parameters]
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Of device memory, for groups fetched ahead."""
+        plan = self._runtime.device_plan
+        return 0 if plan is None else plan.ahead_bytes
 
     def obtain(self, group: ParamGroup, *, demand: bool) -> Lease | None:
         """A lease for ``group``; None if there is no room now and it is not on demand. Raises

@@ -26,7 +26,7 @@ from tiermem.memory.budget import check_host_budget, default_host_budget
 from tiermem.memory.lease import AcceleratorPool, ArenaPool, LeasePool
 from tiermem.memory.ledger import Ledger
 from tiermem.memory.trim import return_blocks_from
-from tiermem.schedule.placement import DevicePlan
+from tiermem.schedule.placement import DevicePlan, plan_beside
 from tiermem.store.records import Record
 from tiermem.store.rundir import check_paths
 from tiermem.store.store import TieredStore
@@ -177,7 +177,11 @@ class Runtime:
         else:
             pool = AcceleratorPool(self.device, self.ledger, plan.budget)
         self.gather.room.pool = pool
-        self.gather.room.ahead_bytes = plan.ahead_bytes
+
+    def extend_device(self, plan: DevicePlan) -> None:
+        """Another model with this plan comes into the device memory that is open."""
+        assert self.device_plan is not None
+        self.device_plan = plan_beside(self.device_plan, plan)
 
     def communicator(self, group: ProcessGroup | None) -> Communicator:
         """The communicator of this runtime among the ranks of ``group`` (None: of the default group,

@@ -93,8 +93,10 @@ def shard(
     with runtime.interrupts:
         if runtime.gather.room.pool is None:
             runtime.open_device(device)
-        elif comm.size > 1:
-            runtime.gather.vacate()  # which leases of earlier models are idle differs from rank to rank
+        else:
+            runtime.extend_device(device)
+            if comm.size > 1:  # which leases of earlier models are idle differs from rank to rank
+                runtime.gather.vacate()
         for group in made:
             _make_records(runtime, group, host.param_fraction, host.state_fraction)
         runtime.groups.extend(made)

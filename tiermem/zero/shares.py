@@ -99,7 +99,7 @@ class SharedShards:
             self.make_whole(group)
 
     def honour_all(self) -> None:
-        """At the end of a run: some ranks may have begun what others have not."""
+        """Before all leases go: some ranks may have begun what others have not."""
         for group in self._runtime.groups:
             self.honour(group)
 
