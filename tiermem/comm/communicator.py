@@ -86,6 +86,13 @@ class Communicator:
         )
         return exchange
 
+    def share_first(self, what: Message, tensor: Tensor) -> None:
+        """The first rank's ``tensor`` (contiguous, of one size everywhere) on all ranks. Waits."""
+        first = self.rank == 0
+        sends = [tensor if first else None] * self.size
+        receives = [None if first else tensor, *[None] * (self.size - 1)]
+        self.exchange(what, sends, receives).wait()
+
     def gather_values(self, name: str, values: Sequence[float]) -> list[tuple[float, ...]]:
         """Every rank's ``values`` (as many on each), in rank order; exact in fp64. Waits for
         all ranks, unless there are no values."""

@@ -79,9 +79,7 @@ def share_buffers(comm: Communicator, model: nn.Module, number: int) -> None:
             continue
         with torch.inference_mode(False), torch.no_grad():
             flat = buffer.detach().to("cpu").contiguous().reshape(-1)
-            sends = [flat if comm.rank == 0 else None for _ in range(comm.size)]
-            receives = [flat if rank == 0 and comm.rank else None for rank in range(comm.size)]
-            comm.exchange(Message(Kind.SETUP, number, name), sends, receives).wait()
+            comm.share_first(Message(Kind.SETUP, number, name), flat)
             if comm.rank:
                 buffer.copy_(flat.view(buffer.shape))
 

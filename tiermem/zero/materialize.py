@@ -262,9 +262,7 @@ class Filler:
                 self._master(group, region) for region in group.regions if region.master is not None
             ]
             for tensor in (self._images[group], *fields):
-                first = [tensor if comm.rank == 0 else None for _ in range(comm.size)]
-                others = [tensor if rank == 0 and comm.rank else None for rank in range(comm.size)]
-                comm.exchange(group.message(Kind.SETUP, group.regions[0]), first, others).wait()
+                comm.share_first(group.message(Kind.SETUP, group.regions[0]), tensor)
 
     def _write_masters(self) -> None:
         for (group, index), tensor in self._masters.items():

@@ -251,11 +251,10 @@ class GradientReducer:
         params = [param for group in groups for param in group.params]
         mine = torch.tensor([self._presence(param) for param in params], dtype=torch.uint8)
         late: set[ParamGroup] = set()
-        others = [None if r == comm.rank else torch.empty_like(mine) for r in range(comm.size)]
+        every = torch.empty(comm.size, len(params), dtype=torch.uint8)
+        every[comm.rank] = mine
         message = Message(Kind.PRESENCE, self._steps % 2, "which gradients there are", self._steps)
-        exchange = comm.exchange(message, [None if o is None else mine for o in others], others)
-        exchange.wait()
-        every = torch.stack([mine if other is None else other for other in others])
+        comm.exchange(message, [mine] * comm.size, list(every)).wait()
         least, most = every.amin(0).tolist(), every.amax(0).tolist()
         result: dict[ParamGroup, set[int]] = {group: set() for group in groups}
         for param, low, high in zip(params, least, most, strict=True):
@@ -333,19 +332,16 @@ class GradientReducer:
         nbytes = (bucket.stop - bucket.start) * whole.element_size()
         slots = min(len(reduction.buckets), _BUCKETS_AT_ONCE)
         at = reduction.block.address + number % slots * (reduction.block.nbytes // slots)
-        sends: list[torch.Tensor | None] = []
-        receives: list[torch.Tensor | None] = []
-        parts = []
+        shards = [
+            whole[rank * numel + bucket.start : rank * numel + bucket.stop] for rank in range(comm.size)
+        ]
+        parts = list(shards)  # this rank's own is where it is
         for rank in range(comm.size):
-            shard = whole[rank * numel + bucket.start : rank * numel + bucket.stop]
-            mine = rank == comm.rank
-            theirs = shard if mine else tensor_over(at, nbytes)[0].view(whole.dtype)
-            at += 0 if mine else nbytes
-            sends.append(None if mine else shard)
-            receives.append(None if mine else theirs)
-            parts.append(theirs)
+            if rank != comm.rank:
+                parts[rank] = tensor_over(at, nbytes)[0].view(whole.dtype)
+                at += nbytes
         message = group.message(Kind.GRADIENTS, bucket.region)
-        reduction.exchanges.append(comm.exchange(message, sends, receives))
+        reduction.exchanges.append(comm.exchange(message, shards, parts))
         reduction.parts.append(parts)
 
     def _finish(self, reduction: _Reduction) -> None:

@@ -120,6 +120,5 @@ def share_out(
     for start in range(0, numel, step):
         stop = min(start + step, numel)
         shards = [whole[rank * numel + start : rank * numel + stop] for rank in range(comm.size)]
-        others = [None if rank == comm.rank else shard for rank, shard in enumerate(shards)]
-        exchanges.append(comm.exchange(message, [shards[comm.rank]] * comm.size, others))
+        exchanges.append(comm.exchange(message, [shards[comm.rank]] * comm.size, shards))
     return exchanges
