@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -323,3 +324,38 @@ def test_is_distributed(process_group: None) -> None:
     made = DTensor.from_local(tensor, init_device_mesh("cpu", (1,)), [Replicate()])
     assert compat.is_distributed(made)
     assert not compat.is_distributed(tensor)
+
+
+def distributed(tensor: torch.Tensor) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(tensor, init_device_mesh("cpu", (1,)), [Replicate()])
+
+
+def test_local_tensor(process_group: None) -> None:
+    tensor = torch.ones(3)
+    made = distributed(tensor)
+    assert compat.local_tensor(made).data_ptr() == tensor.data_ptr()
+    assert compat.local_tensor(made) is compat.local_tensor(made)  # no view
+    assert compat.local_tensor(tensor) is tensor
+
+
+def test_adopt_local_tensor(process_group: None) -> None:
+    made, other = distributed(torch.ones(3)), distributed(torch.zeros(3, dtype=torch.bfloat16))
+    made.data = other
+    compat.adopt_local_tensor(made, other)
+    assert made.dtype == torch.bfloat16
+    assert compat.local_tensor(made) is compat.local_tensor(other)
+    assert torch.equal(made.full_tensor(), torch.zeros(3, dtype=torch.bfloat16))
+
+
+def test_finished(process_group: None) -> None:
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
+
+    made = all_reduce(torch.full((3,), 2.0), "sum", torch.distributed.group.WORLD)
+    assert isinstance(made, AsyncCollectiveTensor)
+    finished = compat.finished(made)
+    assert type(finished) is torch.Tensor
+    assert torch.equal(finished, torch.full((3,), 2.0))
+    assert compat.finished(finished) is finished

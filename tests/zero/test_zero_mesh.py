@@ -11,7 +11,6 @@ from ranks import run_ranks
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional
 
 import tiermem
@@ -150,10 +149,6 @@ def wrong_names(rank: int, size: int) -> str:
             tiermem.shard(build(), runtime, mesh=mesh)
         with pytest.raises(tiermem.errors.StateError, match=r"names no parameters: 7\.weight"):
             tiermem.shard(build(), runtime, mesh=mesh["dp"], replicated=["0.weight", "7.weight"])
-        model = build()
-        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
-        with pytest.raises(tiermem.errors.StateError, match=r"'0\.weight' is a DTensor"):
-            tiermem.shard(model, runtime, mesh=mesh["dp"])
     return "refused"
 
 

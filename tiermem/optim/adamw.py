@@ -401,4 +401,5 @@ class AdamW(torch.optim.Optimizer):
 
 
 def _flat(value: torch.Tensor, param: ShardedParam) -> torch.Tensor:
-    return flatten_like(value.detach().to(device="cpu", dtype=torch.float32), param.spec.stride)
+    part = param.part_of(value.detach()).to(device="cpu", dtype=torch.float32)
+    return flatten_like(part, param.spec.stride)

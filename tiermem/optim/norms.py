@@ -3,16 +3,18 @@
 Squares were summed while gradients were accumulated, in an order that does not depend on the
 partition (see [Note: gradients]); here they are added up over parameters and ranks.
 
-[Note: split models] Ranks that share out states have the same model. A model may itself be split over
-another dimension of the mesh, by tensor or pipeline parallelism (``model_mesh`` of `shard`). Squares of
-what is split are added over that dimension too; parameters that are the same there (norms, biases that
-are added after a reduction) count once, as its first rank has them.
+[Note: split models] Ranks that share out states have the same model. A model may itself be split
+over other dimensions of the mesh, by tensor parallelism (its `DTensor` parameters, or ``model_mesh``
+of `shard`) and pipeline parallelism (``model_mesh``). Squares of what is split are added over that
+dimension too; parameters that are the same there (norms, biases that are added after a reduction)
+count once, as its first rank has them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 
 from tiermem.comm import Communicator
 from tiermem.zero.group import ParamGroup, ShardedParam
@@ -25,21 +27,26 @@ def sum_of_squares(groups: Iterable[ParamGroup], counts: Counts) -> float:
     count; not finite if one is not. Over several ranks one exchange of a number for each
     communicator, and one more for each other dimension that models are split over; see
     [Note: split models]."""
-    kinds: dict[tuple[Communicator, Communicator | None], tuple[list[float], list[float]]] = {}
+    kinds: dict[tuple[Communicator, tuple[Communicator, ...]], dict[tuple[bool, ...], list[float]]] = {}
     for group in groups:
-        split, same = kinds.setdefault((group.sharing.comm, group.across), ([], []))
+        among = (group.sharing.comm, group.across)
+        if among not in kinds:  # every kind of parameter, also those that only other ranks have
+            kinds[among] = {same: [] for same in product((False, True), repeat=len(group.across))}
         own = group.gradient
         for param in _present(group, counts):
             assert own is not None
-            mine = same if param.replicated else split
-            mine.append(own.sum_squares[param.index] * own.scale**2)
+            kinds[among][param.replicated].append(own.sum_squares[param.index] * own.scale**2)
     sums = []
-    for (comm, across), (split, same) in kinds.items():
-        totals = [_sum(split), _sum(same)] if across is not None else [_sum([*split, *same])]
-        totals = _over_ranks(comm, totals)
-        if across is not None and across.size > 1:
-            rows = across.gather_values("gradient norm over the model's ranks", totals)
-            totals = [_sum([row[0] for row in rows]), rows[0][1]]
+    for (comm, across), squares in kinds.items():
+        totals = _over_ranks(comm, [_sum(values) for values in squares.values()])
+        for dimension, other in enumerate(across):
+            if other.size == 1:
+                continue
+            rows = other.gather_values("gradient norm over the model's ranks", totals)
+            totals = [
+                rows[0][i] if same[dimension] else _sum([row[i] for row in rows])
+                for i, same in enumerate(squares)
+            ]
         sums += totals
     return _sum(sums)
 

@@ -82,8 +82,8 @@ def check_state(param: ShardedParam, saved: Mapping[str, Any]) -> None:
     if missing:
         raise StateError(f"the loaded state of {param.name!r} lacks {', '.join(missing)}")
     for key in (*MOMENT_KEYS, "master"):
-        if key in saved and tuple(saved[key].shape) != tuple(param.spec.shape):
+        if key in saved and tuple(saved[key].shape) != tuple(param.shape):
             raise StateError(
                 f"{key} of {param.name!r} has shape {tuple(saved[key].shape)}, the parameter has "
-                f"{tuple(param.spec.shape)}"
+                f"{tuple(param.shape)}"
             )

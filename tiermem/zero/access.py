@@ -70,34 +70,36 @@ def full_master(param: torch.Tensor) -> torch.Tensor:
             return runtime.states.read(region, Field.MASTER, handle)
     stride = handle.spec.stride
     with runtime.interrupts:
-        remainder = runtime.states.read(region, Field.MASTER_LO, handle)
+        remainder = handle.part_of(runtime.states.read(region, Field.MASTER_LO, handle))
     master = torch.empty_strided(handle.spec.shape, stride, dtype=torch.float32)
+    compute = handle.part_of(value).cpu()
     runtime.kernels.merge_master(
-        flatten_like(value.cpu(), stride), flatten_like(remainder, stride), flatten_like(master, stride)
+        flatten_like(compute, stride), flatten_like(remainder, stride), flatten_like(master, stride)
     )
-    return master
+    return handle.wrap(master)
 
 
 def set_full_master(param: torch.Tensor, master: torch.Tensor) -> None:
     """Sets a 16-bit parameter so that its master is ``master`` (fp32), or an fp32 parameter to it."""
     handle = _handle(param)
-    if tuple(master.shape) != tuple(handle.spec.shape):
+    if tuple(master.shape) != tuple(handle.shape):
         raise StateError(
             f"a master of shape {tuple(master.shape)} does not fit {handle.name!r} "
-            f"{tuple(handle.spec.shape)}"
+            f"{tuple(handle.shape)}"
         )
     runtime = handle.group.runtime
     region = handle.group.regions[handle.segment.region]
-    flat = flatten_like(master.detach().to(device="cpu", dtype=torch.float32), handle.spec.stride)
+    part = handle.part_of(master.detach()).to(device="cpu", dtype=torch.float32)
+    flat = flatten_like(part, handle.spec.stride)
     if region.master is None:
         with gathered(param), torch.no_grad():
-            handle.real.copy_(flat.as_strided(handle.spec.shape, handle.spec.stride))
+            handle.inner.copy_(flat.as_strided(handle.spec.shape, handle.spec.stride))
         return
     compute = torch.empty(flat.numel(), dtype=handle.spec.dtype)
     state = torch.empty(flat.numel(), dtype=region.states[region.master].dtype)
     store_master(runtime.kernels, flat, compute, state)
     with gathered(param), torch.no_grad():
-        handle.real.copy_(compute.as_strided(handle.spec.shape, handle.spec.stride))
+        handle.inner.copy_(compute.as_strided(handle.spec.shape, handle.spec.stride))
     with runtime.interrupts:
         runtime.states.write(region, region.master, handle, state)
 
@@ -123,4 +125,4 @@ def full_grad(param: torch.Tensor) -> torch.Tensor | None:
         runtime.gradients.park(handle.group)
         if region.owned.numel < region.layout.numel:
             collect(handle, flat)
-    return flat.as_strided(handle.spec.shape, handle.spec.stride)
+    return handle.wrap(flat.as_strided(handle.spec.shape, handle.spec.stride))

@@ -13,6 +13,7 @@ from torch import nn
 from tiermem.comm import Communicator, Kind, Message
 from tiermem.config import TierConfig
 from tiermem.errors import StateError
+from tiermem.zero import compat
 
 if TYPE_CHECKING:
     from tiermem.zero.plan import PlannedGroup
@@ -55,7 +56,8 @@ def check_alike(
         (group.name, group.layout) for group in groups
     ]
     facts["names, shapes or dtypes of the model's buffers"] = [
-        (name, buffer.shape, buffer.dtype) for name, buffer in model.named_buffers()
+        (name, compat.local_tensor(buffer).shape, buffer.dtype)
+        for name, buffer in model.named_buffers()
     ]
     sums = torch.tensor([zlib.crc32(repr(fact).encode()) for fact in facts.values()])
     rows = [torch.empty_like(sums) if rank != comm.rank else sums for rank in range(comm.size)]
@@ -74,7 +76,8 @@ def share_buffers(comm: Communicator, model: nn.Module, number: int) -> None:
     """The first rank's buffers on all ranks, as parameters are. Collective."""
     if comm.size == 1:
         return
-    for name, buffer in model.named_buffers():
+    for name, tensor in model.named_buffers():
+        buffer = compat.local_tensor(tensor)
         if buffer.layout is not torch.strided or buffer.is_meta or _overlaps(buffer):
             continue
         with torch.inference_mode(False), torch.no_grad():

@@ -25,6 +25,7 @@ from tiermem.errors import StateError
 from tiermem.zero import compat
 from tiermem.zero.group import ParamGroup, ShardedParam
 from tiermem.zero.interrupts import uninterrupted
+from tiermem.zero.split import Split
 
 if TYPE_CHECKING:
     from tiermem.zero.runtime import Runtime
@@ -35,14 +36,16 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 class SavedHandle:
     """A saved tensor that lies in a group's buffer; see [Note: saved tensors]."""
 
-    __slots__ = ("_alive", "dtype", "group", "offset", "shape", "stride", "version")
+    __slots__ = ("_alive", "dtype", "group", "offset", "shape", "split", "stride", "version")
 
     def __init__(self, group: ParamGroup, tensor: torch.Tensor) -> None:
+        part = compat.local_tensor(tensor)
         self.group = group
-        self.dtype = tensor.dtype
-        self.offset = tensor.storage_offset()
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
+        self.split = Split.of(tensor)
+        self.dtype = part.dtype
+        self.offset = part.storage_offset()
+        self.shape = part.shape
+        self.stride = part.stride()
         group.note_writes()
         self.version = group.version
         self._alive = group.handle_token
@@ -96,7 +99,7 @@ class BackwardTracker:
     def group_of(self, tensor: torch.Tensor) -> ParamGroup | None:
         """The group in whose lease ``tensor`` lies."""
         try:
-            address = tensor.untyped_storage().data_ptr()
+            address = compat.local_tensor(tensor).untyped_storage().data_ptr()
         except (NotImplementedError, RuntimeError):  # no storage: wrapper, sparse, fake tensors
             return None
         return self._runtime.gather.by_address.get(address)
@@ -141,7 +144,8 @@ class BackwardTracker:
         assert group.lease is not None
         with torch.inference_mode(False), torch.no_grad():
             flat = group.lease.tensor.view(handle.dtype)
-            return flat.as_strided(handle.shape, handle.stride, handle.offset)
+            part = flat.as_strided(handle.shape, handle.stride, handle.offset)
+            return part if handle.split is None else handle.split.wrap(part)
 
     @uninterrupted
     def on_gradient(self, param: ShardedParam, gradient: torch.Tensor) -> None:
@@ -151,10 +155,11 @@ class BackwardTracker:
         self._runtime.check_usable()
         nested = self._enter()
         self._runtime.updates.before_gradient(param, nested=nested)
+        part = param.part_of(gradient.detach())
         if group.sharing.alone:
-            self._runtime.gradients.accumulate(param, gradient.detach())
+            self._runtime.gradients.accumulate(param, part)
         else:
-            self._runtime.reducer.accumulate(param, gradient.detach())
+            self._runtime.reducer.accumulate(param, part)
         self._accumulated.setdefault(group, set()).add(param.index)
         self._finish_if_done(group)
 

@@ -176,3 +176,24 @@ def is_distributed(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is a DTensor. Imports nothing: without the import there are none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a DTensor that this rank has: the object itself, not a view; any other tensor as it
+    is."""
+    return tensor._local_tensor if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def adopt_local_tensor(param: torch.Tensor, other: torch.Tensor) -> None:
+    """Makes the DTensor ``param`` a wrapper of the same part as the DTensor ``other``, from which torch
+    has set its metadata."""
+    param._local_tensor = other._local_tensor  # type: ignore[attr-defined]
+    param._spec = other._spec  # type: ignore[attr-defined]
+
+
+def finished(tensor: torch.Tensor) -> torch.Tensor:
+    """What a functional collective makes, when it is made; any other tensor as it is."""
+    module = sys.modules.get("torch.distributed._functional_collectives")
+    if module is None or not isinstance(tensor, module.AsyncCollectiveTensor):
+        return tensor
+    return tensor.wait()  # type: ignore[no-any-return]

@@ -203,14 +203,15 @@ class GradientStore:
         """``param.grad = value``."""
         own = param.group.gradient
         if value is not None:
-            if value.shape != param.real.shape:
+            if value.shape != param.shape:
                 raise StateError(
                     f"a gradient of shape {tuple(value.shape)} does not fit {param.name!r} "
-                    f"{tuple(param.real.shape)}"
+                    f"{tuple(param.shape)}"
                 )
+            value = param.part_of(value.detach())
             if own is not None:
                 own.present.discard(param.index)
-            self.accumulate(param, value.detach())
+            self.accumulate(param, value)
             self.park(param.group)
         elif own is not None and param.index in own.present:
             self.changes += 1

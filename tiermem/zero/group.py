@@ -46,8 +46,9 @@ from tiermem.types import Field
 from tiermem.zero import compat
 from tiermem.zero.holders import num_dead_references
 from tiermem.zero.layout import GroupLayout, ParamSpec, RegionLayout, Segment, Span
-from tiermem.zero.placeholder import GradientStandIn, Placeholder
+from tiermem.zero.placeholder import GradientStandIn, Placeholder, SplitPlaceholder
 from tiermem.zero.sharing import Exchanges, Sharing
+from tiermem.zero.split import Split
 
 if TYPE_CHECKING:
     from tiermem.store.store import TieredStore
@@ -94,6 +95,7 @@ class ShardedParam:
 
     __slots__ = (
         "_hooks",
+        "_part",
         "_references",
         "group",
         "index",
@@ -102,6 +104,7 @@ class ShardedParam:
         "real",
         "replicated",
         "slots",
+        "split",
         "steps",
         "version",
     )
@@ -111,13 +114,15 @@ class ShardedParam:
         self.index = index
         self.name = name
         self.real = real
+        self.split = Split.of(real)
+        self._part = None if self.split is None else compat.local_tensor(real)
         self.slots: list[Slot] = []
-        self.version = 0  # of ``real`` when lease and store last agreed
+        self.version = 0  # `written` when lease and store last agreed
         self.steps = 0  # optimizer updates of this parameter
-        self.replicated = False  # over ``ParamGroup.across``
+        self.replicated: tuple[bool, ...] = ()  # over each of ``ParamGroup.across``
         self._hooks: Any = None
         self._references = sys.maxsize
-        self.placeholder = Placeholder(self)
+        self.placeholder = (Placeholder if self.split is None else SplitPlaceholder)(self)
 
     @property
     def segment(self) -> Segment:
@@ -126,6 +131,35 @@ class ShardedParam:
     @property
     def spec(self) -> ParamSpec:
         return self.segment.spec
+
+    @property
+    def inner(self) -> torch.Tensor:
+        """The tensor whose memory comes and goes: the real parameter itself, or this rank's part of it
+        where that is ``split``; see [Note: split parameters] (split.py)."""
+        return self.real if self._part is None else self._part
+
+    @property
+    def shape(self) -> torch.Size:
+        """As the user sees it; `spec` has that of this rank's part."""
+        return self.spec.shape if self.split is None else self.split.shape
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        return self.spec.stride if self.split is None else self.split.stride
+
+    def part_of(self, value: torch.Tensor) -> torch.Tensor:
+        """What of ``value``, a tensor of the parameter's shape, belongs to ``inner``."""
+        return value if self.split is None else self.split.part_of(value)
+
+    def wrap(self, part: torch.Tensor) -> torch.Tensor:
+        """A tensor of the parameter's shape, of which ``part`` belongs to ``inner``."""
+        return part if self.split is None else self.split.wrap(part)
+
+    @property
+    def written(self) -> int:
+        """Changes whenever the values are written in a way that torch counts."""
+        version = self.real._version
+        return version if self._part is None else version + self._part._version
 
     @property
     def reduced(self) -> Span:
@@ -356,7 +390,7 @@ class ParamGroup:
         self.uses = 0  # forwards, faulted calls and gathered() blocks that need it now
         self.handle_token = object()  # referred to by every saved handle; see `handles`
         self.version = 0  # of the values; saved handles must agree
-        self.across: Communicator | None = None  # among the ranks that the model is split over
+        self.across: tuple[Communicator, ...] = ()  # for each dimension the model is split over
         self.updates = 0  # alike on all ranks; see [Note: turns]
         self.written: dict[ShardedParam, None] = {}  # by the user, and not in the store yet
 
@@ -424,7 +458,7 @@ class ParamGroup:
             for param in self.params:
                 segment = param.segment
                 spec = segment.spec
-                param.real.data = views[segment.region].as_strided(
+                param.inner.data = views[segment.region].as_strided(
                     spec.shape, spec.stride, views[segment.region].storage_offset() + segment.start
                 )
 
@@ -437,7 +471,7 @@ class ParamGroup:
                 if param.held and not (from_dead_code and param.held_by_dead_code):
                     complete = False
                 else:
-                    param.real.data = absent(param.spec, param.real.device)
+                    param.inner.data = absent(param.spec, param.inner.device)
         return complete
 
     def swap_in(self) -> None:
@@ -459,16 +493,16 @@ class ParamGroup:
         """The store agrees with the lease."""
         self.written.clear()
         for param in self.params:
-            param.version = param.real._version
+            param.version = param.written
 
     def note_writes(self) -> None:
         """Notices what the user has written since the last look; see [Note: lost writes]."""
-        changed = [param for param in self.params if param.real._version != param.version]
+        changed = [param for param in self.params if param.written != param.version]
         if changed:
             self.version += 1
             self.written.update(dict.fromkeys(changed))
             for param in changed:
-                param.version = param.real._version
+                param.version = param.written
 
 
 def absent(spec: ParamSpec, device: torch.device) -> torch.Tensor:

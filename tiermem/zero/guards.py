@@ -11,6 +11,7 @@ from torch import nn
 
 from tiermem.errors import StateError
 from tiermem.types import format_bytes
+from tiermem.zero import compat
 from tiermem.zero.group import ParamGroup
 
 
@@ -48,7 +49,7 @@ class _Copier:
         for name in module._parameters:
             value = state_dict.get(prefix + name)
             if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-                address = value.untyped_storage().data_ptr()
+                address = compat.local_tensor(value).untyped_storage().data_ptr()
                 if address in self._gather.by_address:
                     state_dict[prefix + name] = value.clone()
 

@@ -19,11 +19,13 @@ from tiermem.memory.arena import Block
 from tiermem.memory.lease import tensor_over
 from tiermem.memory.trim import return_freed_memory
 from tiermem.types import Field, Purpose, round_up
+from tiermem.zero import compat
 from tiermem.zero.group import ParamGroup, Region, ShardedParam, absent
 from tiermem.zero.group_gradient import flatten_like
 from tiermem.zero.masters import master_state, store_master
 from tiermem.zero.placeholder import Placeholder
 from tiermem.zero.runtime import Runtime
+from tiermem.zero.split import Split
 from tiermem.zero.wrap import PlannedUnit
 
 Init = Callable[[nn.Module, str], None]
@@ -77,7 +79,7 @@ class _MetaBuffers:
         self._made: dict[str, tuple[torch.Tensor, int]] = {}  # with the version after filling
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type == "meta":
-                made = torch.empty_like(buffer, device="cpu")
+                made = _room(buffer)
                 _bytes_of(made).fill_(self._PATTERN)
                 module._buffers[key] = made
                 self._made[key] = made, made._version
@@ -105,7 +107,7 @@ class _MetaBuffers:
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """All bytes of a tensor's storage; writes through them do not count as writes to it."""
-    storage = tensor.untyped_storage()
+    storage = compat.local_tensor(tensor).untyped_storage()
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
@@ -164,7 +166,7 @@ class Filler:
                 if planned.param.device.type == "meta":
                     self._from_meta(planned.slots[0].module)
                 else:
-                    self._store(planned.param, planned.param.detach())
+                    self._store(planned.param, planned.part.detach())
                     self._reals[id(planned.param)] = planned.param
             with self._runtime.interrupts:
                 self._adopt()
@@ -187,8 +189,7 @@ class Filler:
                 if param.device.type == "meta" or isinstance(param, Placeholder):
                     # A placeholder is a tied parameter of an earlier unit: it keeps the values
                     # that its first module gave it, this one initialises a scratch tensor.
-                    room = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype)
-                    setattr(module, key, nn.Parameter(room, requires_grad=param.requires_grad))
+                    setattr(module, key, nn.Parameter(_room(param), requires_grad=param.requires_grad))
             with torch.no_grad():
                 buffers = _MetaBuffers(module)
                 self._initialise(module, self._names[module])
@@ -197,7 +198,7 @@ class Filler:
             made = module._parameters[key]
             if id(param) in self._place and id(param) not in self._reals:
                 assert made is not None
-                self._store(param, made.detach())
+                self._store(param, compat.local_tensor(made).detach())
                 self._reals[id(param)] = made
             elif made is not param:  # tied, and initialised by another module
                 module._parameters[key] = self._reals.get(id(param), param)
@@ -244,7 +245,11 @@ class Filler:
                 planned = by_name[segment.spec.name]
                 real = self._reals[id(planned.param)]
                 with torch.inference_mode(False), torch.no_grad():
-                    real.data = absent(segment.spec, device)
+                    stand_in, split = absent(segment.spec, device), Split.of(real)
+                    if split is None:
+                        real.data = stand_in
+                    else:
+                        split.empty(real, stand_in)
                 sharded = ShardedParam(group, index, segment.spec.name, real)
                 sharded.listen()
                 sharded.slots.extend(planned.slots)
@@ -272,3 +277,14 @@ class Filler:
             own = tensor[region.owned.start : region.owned.stop]
             state.store.write(state.record, 0, state.record.nbytes, own.data_ptr(), owner=tensor).wait()
             region.initialised.add(region.master)
+
+
+def _room(param: torch.Tensor) -> torch.Tensor:
+    """Memory on the host for a parameter or buffer that is on the meta device."""
+    if isinstance(param, Placeholder):
+        shape, stride, split = param._handle.spec.shape, param._handle.spec.stride, param._handle.split
+    else:
+        part = compat.local_tensor(param)
+        shape, stride, split = part.shape, part.stride(), Split.of(param)
+    room = torch.empty_strided(shape, stride, dtype=param.dtype)
+    return room if split is None else split.wrap(room)

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from typing import Protocol
 
 import torch
-from torch import nn
 
 from tiermem.errors import StateError
 from tiermem.zero import compat
@@ -20,23 +19,25 @@ class Named(Protocol):
     """A distinct parameter; `tiermem.zero.wrap.PlannedParam`."""
 
     name: str
-    param: nn.Parameter
+
+    @property
+    def part(self) -> torch.Tensor: ...
 
 
 def check_storages(params: Iterable[Named]) -> None:
     """Raises `StateError` that names two of ``params`` that share elements."""
     by_storage: dict[int, list[Named]] = {}
     for each in params:
-        if each.param.numel():
-            by_storage.setdefault(compat.storage_key(each.param), []).append(each)
+        if each.part.numel():
+            by_storage.setdefault(compat.storage_key(each.part), []).append(each)
     for sharing in by_storage.values():
-        sharing.sort(key=lambda each: _byte_range(each.param))
+        sharing.sort(key=lambda each: _byte_range(each.part))
         reaching: list[Named] = []  # those before whose range may go on into the next
         for second in sharing:
-            start = _byte_range(second.param)[0]
-            reaching = [each for each in reaching if _byte_range(each.param)[1] > start]
+            start = _byte_range(second.part)[0]
+            reaching = [each for each in reaching if _byte_range(each.part)[1] > start]
             for first in reaching:
-                if not _overlap(first.param, second.param):
+                if not _overlap(first.part, second.part):
                     continue
                 raise StateError(
                     f"{first.name!r} and {second.name!r} are two parameters over the same memory; "

@@ -19,6 +19,7 @@ from torch import nn
 from tiermem.errors import StateError
 from tiermem.zero import compat
 from tiermem.zero.layout import ParamSpec
+from tiermem.zero.split import Split
 
 
 class ParamHandle(Protocol):
@@ -29,6 +30,15 @@ class ParamHandle(Protocol):
 
     @property
     def spec(self) -> ParamSpec: ...
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def stride(self) -> tuple[int, ...]: ...
+
+    @property
+    def split(self) -> Split | None: ...
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any, params: Iterable[Any]) -> Any:
         """Runs ``function`` with the groups of all ``params`` gathered."""
@@ -131,9 +141,9 @@ class Placeholder(nn.Parameter):
 
     @staticmethod
     def __new__(cls, handle: ParamHandle) -> Placeholder:
-        spec, real = handle.spec, handle.real
+        real = handle.real
         tensor: Placeholder = compat.make_wrapper(
-            cls, spec.shape, spec.stride, spec.dtype, real.device, real.requires_grad
+            cls, handle.shape, handle.stride, handle.spec.dtype, real.device, real.requires_grad
         )
         tensor._handle = handle
         return tensor
@@ -175,6 +185,36 @@ class Placeholder(nn.Parameter):
             if answer is not NotImplemented:
                 return answer
         return _gathered_call(func, args, kwargs)
+
+
+class SplitPlaceholder(Placeholder):
+    """That of a DTensor, with what a DTensor has beyond a tensor; see [Note: split parameters]."""
+
+    @property
+    def device_mesh(self) -> Any:
+        return self._split.mesh
+
+    @property
+    def placements(self) -> Any:
+        return self._split.placements
+
+    @property
+    def _split(self) -> Split:
+        split = self._handle.split
+        assert split is not None
+        return split
+
+    def to_local(self, **options: Any) -> Any:
+        return self._call("to_local", options)
+
+    def full_tensor(self, **options: Any) -> Any:
+        return self._call("full_tensor", options)
+
+    def redistribute(self, *args: Any, **options: Any) -> Any:
+        return self._call("redistribute", options, *args)
+
+    def _call(self, method: str, options: dict[str, Any], *args: Any) -> Any:
+        return _gathered_call(getattr(type(self._handle.real), method), (self, *args), options)
 
 
 def _access(func: Any, kind: str, args: Any) -> Any:
@@ -301,11 +341,10 @@ class GradientStandIn(torch.Tensor):
 
     @staticmethod
     def __new__(cls, handle: ParamHandle) -> GradientStandIn:
-        spec = handle.spec
         tensor: GradientStandIn = compat.make_wrapper(
-            cls, spec.shape, spec.stride, spec.dtype, handle.real.device, False
+            cls, handle.shape, handle.stride, handle.spec.dtype, handle.real.device, False
         )
-        tensor._name = spec.name
+        tensor._name = handle.name
         tensor._of = handle
         return tensor
 

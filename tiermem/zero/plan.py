@@ -58,9 +58,9 @@ def plan_groups(
     result = []
     enclosing = {outer for unit in units for outer in unit.enclosing}
     for index, unit in enumerate(units):
-        small = [p for p in unit.params if p.param.numel() < config.persistence_threshold_numel]
-        large = [p for p in unit.params if p.param.numel() >= config.persistence_threshold_numel]
-        if sum(p.param.numel() for p in large) == 0:
+        small = [p for p in unit.params if p.part.numel() < config.persistence_threshold_numel]
+        large = [p for p in unit.params if p.part.numel() >= config.persistence_threshold_numel]
+        if sum(p.part.numel() for p in large) == 0:
             small, large = [*small, *large], []
         for params, is_small in ((large, False), (small, True)):
             if not params:
@@ -79,9 +79,9 @@ def plan_groups(
 
 
 def _spec(planned: PlannedParam, config: TierConfig) -> ParamSpec:
-    param = planned.param
+    param, part = planned.param, planned.part
     return ParamSpec(
-        planned.name, param.shape, dense_stride(param), target_dtype(param, config), param.requires_grad
+        planned.name, part.shape, dense_stride(part), target_dtype(param, config), param.requires_grad
     )
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from tiermem.comm import Communicator
 from tiermem.errors import BudgetError, StateError
 from tiermem.schedule.placement import DevicePlan
 from tiermem.store.records import Record, RecordSpec
@@ -23,6 +24,7 @@ from tiermem.zero.masters import master_state
 from tiermem.zero.materialize import Filler, Init, find_initialiser, materialise_buffers
 from tiermem.zero.plan import PlannedGroup, nvme_bytes, plan_for_shard, plan_groups
 from tiermem.zero.runtime import Runtime
+from tiermem.zero.split import Split, check_apart, mesh_of
 from tiermem.zero.strays import warn_of_strays
 from tiermem.zero.wrap import PlannedUnit, Wrap, plan_units
 
@@ -50,9 +52,12 @@ def shard(
     one dimension of a `DeviceMesh` to shard over (default: all ranks). Parameters and buffers take the
     values of its first rank. Raises `StateError` on all ranks if models or configurations differ.
 
-    ``model_mesh`` is the dimension over which the model itself is split, by tensor or pipeline
-    parallelism: gradient norms, and so clipping and overflow checks, are then those of the whole model.
-    ``replicated`` names the parameters that are the same on all ranks of it and count once.
+    The model itself may be split over another dimension, by tensor or pipeline parallelism; gradient
+    norms, and so clipping and overflow checks, are then those of the whole model. `DTensor` parameters
+    (``torch.distributed.tensor.parallel``) tell by themselves: those placed ``Shard`` are split over
+    their mesh, all others are the same on its ranks. What is split in another way needs
+    ``model_mesh``, that dimension, and ``replicated``, the names of the parameters that are the same
+    on all ranks of it and count once.
 
     Raises `BudgetError` (with the smallest budget that works), `TierIOError` (the paths have no room
     for what is to come), `StateError` and `TypeError` before anything is changed; `StateError` also
@@ -61,6 +66,8 @@ def shard(
     _check_arguments(model, runtime)
     runtime.check_usable()
     units = plan_units(model, wrap)
+    split_over = mesh_of((p.name, p.param) for unit in units for p in unit.params)
+    check_apart(split_over, group_of(mesh))
     comm = runtime.communicator(group_of(mesh))
     if comm.size > 1 and runtime.device.type != "cpu":
         raise StateError(
@@ -81,8 +88,7 @@ def shard(
     runtime.store.check_room(nvme_bytes(groups, runtime.config, host))
     names = {module: name for name, module in model.named_modules()}
     initialise = find_initialiser(model, init, names)
-    across = None if model_mesh is None else runtime.communicator(group_of(model_mesh))
-    once = _check_names(replicated, model)
+    across = _across(runtime, model, split_over, model_mesh, replicated)
     first = len(runtime.groups)
     made = [
         ParamGroup(
@@ -116,20 +122,35 @@ def shard(
     del units, groups  # they refer to the parameters, whose references are counted now
     warn_of_strays(modules)
     for group in made:
-        group.across = across
+        group.across = tuple(across)
         for param in group.params:
-            param.replicated = param.name in once
+            param.replicated = tuple(param.name in once for once in across.values())
             param.note_references()
     return model
 
 
-def _check_names(names: Iterable[str], model: nn.Module) -> frozenset[str]:
-    """Raises `StateError` for names that the model's parameters do not have."""
-    given = frozenset(names)
-    unknown = given - {name for name, _ in model.named_parameters(remove_duplicate=False)}
+def _across(
+    runtime: Runtime,
+    model: nn.Module,
+    split_over: DeviceMesh | None,
+    model_mesh: DeviceMesh | None,
+    replicated: Iterable[str],
+) -> dict[Communicator, frozenset[str]]:
+    """The dimensions that the model is split over, and which parameters are the same on all ranks of
+    each; see [Note: split models] (norms.py). Raises `StateError` for names the model lacks."""
+    given = frozenset(replicated)
+    params = dict(model.named_parameters(remove_duplicate=False))
+    unknown = given - set(params)
     if unknown:
         raise StateError(f"replicated names no parameters: {', '.join(sorted(unknown)[:5])}")
-    return given
+    result: dict[Communicator, frozenset[str]] = {}
+    if split_over is not None:
+        splits = {name: Split.of(param) for name, param in params.items()}
+        whole = {name for name, split in splits.items() if split is None or split.replicated}
+        result[runtime.communicator(group_of(split_over))] = frozenset(whole)
+    if model_mesh is not None and model_mesh != split_over:
+        result[runtime.communicator(group_of(model_mesh))] = given
+    return result
 
 
 def group_of(mesh: DeviceMesh | None) -> ProcessGroup | None:

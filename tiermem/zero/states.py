@@ -32,7 +32,7 @@ class StateAccess:
                 result[position : position + part.numel()] = part
             if region.owned.numel < region.layout.numel:
                 collect(param, result)
-        return result.as_strided(spec.shape, spec.stride)
+        return param.wrap(result.as_strided(spec.shape, spec.stride))
 
     def write(self, region: Region, name: Field, param: ShardedParam, value: torch.Tensor) -> None:
         """Sets the parameter's state ``name`` from ``value`` (1-D, in the memory order of the

@@ -98,7 +98,7 @@ def collect(runtime: Runtime) -> RuntimeStats:
         kernels=runtime.kernels.name,
         direct=runtime.store.direct,
         update_mode="backward" if runtime.updates.in_backward else "deferred",
-        num_parameters=sum(p.real.numel() for g in runtime.groups for p in g.params),
+        num_parameters=sum(p.inner.numel() for g in runtime.groups for p in g.params),
         paths=_paths(runtime, store),
         path_weights_from=runtime.path_use.weights_from,
         grad_norm=runtime.updates.figures.grad_norm,

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from tiermem.errors import ConfigError, StateError
@@ -13,6 +14,7 @@ from tiermem.zero import compat
 from tiermem.zero.group import Slot
 from tiermem.zero.overlap import check_storages
 from tiermem.zero.placeholder import Placeholder
+from tiermem.zero.split import check_split
 
 Wrap = Iterable[nn.Module | str | type[nn.Module]] | None
 """What to wrap: modules, their qualified names, or classes; None finds repeated blocks."""
@@ -25,6 +27,11 @@ class PlannedParam:
     name: str
     param: nn.Parameter
     slots: list[Slot] = field(default_factory=list)
+
+    @property
+    def part(self) -> torch.Tensor:
+        """What of it is here: of a DTensor this rank's part; see [Note: split parameters]."""
+        return compat.local_tensor(self.param)
 
 
 @dataclass(slots=True, eq=False)
@@ -82,11 +89,7 @@ def _check(param: nn.Parameter, name: str) -> None:
         )
     if param.is_sparse or param.layout.__str__() != "torch.strided":
         raise StateError(f"{name!r} has layout {param.layout}; only strided parameters are sharded")
-    if compat.is_distributed(param):
-        raise StateError(
-            f"{name!r} is a DTensor, which is not supported. Remedy: split layers by hand into "
-            f"ordinary parameters, and give shard() their mesh as model_mesh"
-        )
+    check_split(param, name)
     if param.is_inference() and param.device.type != "meta":  # those are made anew
         raise StateError(
             f"{name!r} was made under torch.inference_mode() and cannot be trained. Remedy: build the "
