@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 
 import pytest
 import torch
@@ -65,6 +66,41 @@ def _exchange_parts(rank: int, size: int) -> None:
 
 def test_parts_of_different_sizes_and_values() -> None:
     run_ranks(_exchange_parts, 3)
+
+
+def _ask(rank: int, size: int) -> None:
+    """Rank 1 sends at once and takes what comes half a second later."""
+    comm = open_communicator(None)
+    numel = 8_000_000  # more than sockets hold
+    data, got = torch.full((numel,), float(rank)), torch.zeros(numel)
+    for index in range(2):
+        what = Message(Kind.PARAMS, index, "asked")
+        other = Message(Kind.PARAMS, 10 + index, "other way")
+        start = time.monotonic()
+        if rank == 0:
+            exchange = comm.exchange(what, [None, data], [None, None])
+            back = comm.exchange(other, [None, None], [None, got])
+            if index:
+                assert back.received_within(10)
+            assert back.over_within(10)
+            assert back.over_within(0)
+            assert not exchange.over_within(0.05)
+            assert exchange.over_within(10)
+            assert time.monotonic() - start > 0.4
+            exchange.wait()
+            back.wait()
+            assert exchange.done
+            assert (got == 1).all()
+        else:
+            comm.exchange(other, [data, None], [None, None]).wait()
+            time.sleep(0.5)
+            comm.exchange(what, [None, None], [got, None]).wait()
+            assert (got == 0).all()
+    comm.close()
+
+
+def test_asking_whether_an_exchange_is_over() -> None:
+    run_ranks(_ask, 2)
 
 
 def _exchange_many(rank: int, size: int, threads: int) -> None:

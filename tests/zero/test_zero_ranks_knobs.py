@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,3 +173,31 @@ def test_contiguous_gradients() -> None:
     """The block's buffer is there from its first gradient on, or only when all are made."""
     for with_buffer, without in run_ranks(accumulate, 2):
         assert with_buffer - without == 3 * NBYTES
+
+
+def step_and_drain(rank: int, size: int) -> list[list[float]]:
+    """Room for four groups, three of them ahead: all updates at once find these in the way."""
+    losses: list[list[float]] = []
+    for drains in (True, False):
+        model = build()
+        config = {"device_memory": 4 * NBYTES, "prefetch_bytes": 3 * NBYTES, "max_reuse_numel": 0}
+        base = {"persistence_threshold_numel": 0, "host_memory": "64MiB", "device": "cpu"}
+        losses.append([])
+        with tiermem.Runtime({**base, **config}) as runtime:
+            tiermem.shard(model, runtime)
+            optimizer = tiermem.optim.AdamW(model.parameters(), lr=1e-2)
+            for _ in range(5):
+                loss = model(torch.ones(4, WIDTH, dtype=torch.bfloat16)).float().square().mean()
+                loss.backward()
+                losses[-1].append(loss.item())
+                time.sleep(0.05)  # what was given up is sent by now: there is room to fetch ahead
+                optimizer.step()
+                optimizer.zero_grad()
+                if drains:
+                    runtime.drain()
+    return losses
+
+
+def test_updates_at_once_beside_what_is_fetched_ahead() -> None:
+    for drained, not_drained in run_ranks(step_and_drain, 2):
+        assert drained == not_drained

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from rank_rig import Trained, assert_same, batch, build, train
+from rank_rig import WIDTH, Trained, assert_same, batch, build, train
 from ranks import run_ranks
+from torch import nn
 
 import tiermem
 from tiermem.store.transfer import Transfer
@@ -113,3 +114,70 @@ def test_ranks_at_different_speeds(seeds: range, tmp_path: Path) -> None:
     for results in run_ranks(train_unevenly, 3, seeds, str(tmp_path), timeout_s=60 + 10 * len(seeds)):
         for result in results:
             assert_same(result, results[0])
+
+
+class Branches(nn.Module):
+    """Blocks of different sizes, of which every forward takes some in an order of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 64 * (1 + i % 3)), nn.Linear(64 * (1 + i % 3), WIDTH))
+            for i in range(8)
+        )
+
+    def forward(self, x: torch.Tensor, order: list[int]) -> torch.Tensor:
+        for index in order:
+            x = x + self.blocks[index](x)
+        return x
+
+
+def digest_of_branches(rank: int, seed: int, config: dict[str, Any], drains: bool) -> str:
+    choice = random.Random(seed)  # alike on all ranks
+    model = Branches().to(torch.bfloat16)
+    with tiermem.Runtime({**BASE, **config}) as runtime:
+        tiermem.shard(model, runtime)
+        optimizer = tiermem.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(8):
+            order = (
+                choice.sample(range(8), choice.randint(2, 8)) if choice.random() < 0.8 else [*range(8)]
+            )
+            x = batch(rank, step, torch.bfloat16).requires_grad_()
+            model(x, order).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if drains and step % 2:
+                runtime.drain()
+        digest = hashlib.sha256()
+        for p in model.parameters():
+            digest.update(tiermem.full_master(p).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def take_branches(rank: int, size: int, seeds: range, path: str) -> list[tuple[str, str]]:
+    """With all parameters at hand, and with as little room as there may be."""
+    torch.set_num_threads(1)
+    source, found = random.Random(), []
+    for seed in seeds:
+        choice = random.Random(seed)
+        source.seed(1000 * seed + rank)
+        tight: dict[str, Any] = {"prefetch_bytes": choice.choice([60_000, 120_000, 200_000])}
+        tight |= choice.choice([nvme(path), {}])
+        if choice.random() < 0.5:
+            tight["max_reuse_numel"] = choice.choice([0, 10_000])
+        roomy = {"device_memory": "64MiB", "overlap_comm": False}
+        expected = digest_of_branches(rank, seed, roomy, drains=False)
+        with delays(source):
+            found.append((expected, digest_of_branches(rank, seed, tight, drains=seed % 2 == 0)))
+    return found
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(4), pytest.param(range(4, 40), marks=pytest.mark.slow)], ids=["few", "many"]
+)
+def test_branches_alike_on_all_ranks(seeds: range, tmp_path: Path) -> None:
+    """What was fetched ahead for a branch that is not taken leaves room for the one that is."""
+    for results in run_ranks(take_branches, 2, seeds, str(tmp_path), timeout_s=60 + 10 * len(seeds)):
+        for expected, found in results:
+            assert found == expected

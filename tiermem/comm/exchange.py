@@ -58,13 +58,29 @@ class Exchange:
             self._taker = _Taker(self._link, self._coming[0][0], lambda: self._wait(self._coming))
         return self._taker.over.wait(seconds)
 
+    def over_within(self, seconds: float) -> bool:
+        """Whether all of it is over, perhaps after some ``seconds``: then `wait` returns, or raises, at
+        once. As `received_within`."""
+        if self._taker is not None:
+            if not self._taker.over.wait(seconds):
+                return False
+            self._take()
+        if self.done:
+            return True
+        first = (self._coming or self._going)[0][0]
+        self._taker = _Taker(self._link, first, self._wait_for_all)
+        return self._taker.over.wait(seconds)
+
     def wait(self) -> None:
         """Returns when everything that comes is there, and what goes may be overwritten. Raises as
         `wait_received`."""
         self._take()
+        self._wait_for_all()
+        self._tensors = []
+
+    def _wait_for_all(self) -> None:
         self._wait(self._coming)
         self._wait(self._going)
-        self._tensors = []
 
     @property
     def done(self) -> bool:

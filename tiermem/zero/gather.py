@@ -335,7 +335,7 @@ class GatherScheduler:
             self._finish_job(group)
         if group.transfer is not None:
             self._finish_read(group)
-        self.shares.finish(group)
+        self.shares.finish(group, starts_owed=False)
 
     def settle(self, group: ParamGroup, *, force: bool = False) -> None:
         """Writes back what the user has written into the group's parameters; their masters are
@@ -422,6 +422,11 @@ class GatherScheduler:
         upcoming = self.trace.upcoming(len(self.groups))
         sizes = {g.index: 0 if g.persistent else round_up(g.nbytes) for g in self.groups}
         window = plan_prefetch(upcoming, sizes, self.room.ahead_bytes)
+        while kept := self.shares.committed_beside(window):  # for a branch that was not taken, say
+            smaller = plan_prefetch(upcoming, sizes, self.room.ahead_bytes - kept)
+            if len(smaller) == len(window):
+                break
+            window = smaller  # so that there may be more beside it
         self.shares.commit(window, next_pass=next_pass)
         for group in (self.groups[index] for index in window):
             started = group.lease is not None and (group.pending is None or group.job is not None)
@@ -442,6 +447,8 @@ class GatherScheduler:
                 if not self.gather(following, demand=False):
                     break
             self.ready(group)
+            if group.sharded:  # it has room only until the next one needs it
+                group.ahead = group.committed
         for group in among:
             group.owed = False
         if owed:

@@ -5,8 +5,10 @@ all ranks must give up the same ones at the same time, whatever their drives did
 lie in device memory is decided by counting, not by what is free: groups that were used since they were
 gathered (*live*) keep within the budget without the part that is for groups fetched ahead, and a use
 that would exceed it gives up live groups first, chosen by what all ranks know alike (uses, saved
-handles, the use trace). Groups fetched ahead are never given up. Then there is room, perhaps after
-waiting for releases in flight, and perhaps in pieces: then what is idle is moved together.
+handles, the use trace). What is committed (see [Note: commitments]) keeps within the part for groups
+fetched ahead, and is never given up; what is fetched ahead otherwise is this rank's own matter. Then
+there is room, perhaps after waiting for releases in flight, and perhaps in pieces: then what is idle
+is moved together.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import gc
 import logging
 import time
 from typing import TYPE_CHECKING
+
+import torch
 
 from tiermem.errors import BudgetError
 from tiermem.memory.lease import Lease, LeasePool
@@ -60,7 +64,7 @@ class DeviceRoom:
                 continue
             if not demand:
                 return None
-            if self._gather.wait_for_release():
+            if self._gather.wait_for_release() or self._drop_uncommitted(group):
                 continue
             if not moved:
                 moved = True
@@ -76,6 +80,7 @@ class DeviceRoom:
         lease = self.pool.lend(group.nbytes, group.name)
         if lease is None:
             self._gather.poll()
+            self._gather.shares.release_parted()
             if self.lingering:
                 self._sweep_lingering()
             lease = self.pool.lend(group.nbytes, group.name)
@@ -144,27 +149,54 @@ class DeviceRoom:
             return False
         return most is None or sum(g.numel for g in groups) <= most
 
+    def _drop_uncommitted(self, wanted: ParamGroup) -> bool:
+        """Gives up the group that was fetched ahead and is used last, of those that this rank has not
+        promised to exchange; False if there is none."""
+        groups = (g for g in self._runtime.groups if g is not wanted and g.ahead)
+        kept = {
+            g.index: g
+            for g in groups
+            if is_idle(g, or_updating=True) and not (g.committed or g.whole or g.under_way)
+        }
+        index = choose_victim(kept.keys(), self._gather.trace.distance())
+        if index is None:
+            return False
+        self._gather.drop(kept[index])
+        return True
+
     def _move_together(self, wanted: ParamGroup) -> None:
-        """Free memory is in pieces: groups that nobody computes with are lent anew, side by side."""
-        assert self.pool is not None
+        """Free memory is in pieces: groups that nobody computes with are lent anew, side by side, so
+        that there is room for ``wanted``. Those whose shards are under way only if it must be, since
+        others may send them late."""
+        contents: dict[ParamGroup, torch.Tensor] = {}
         idle = [g for g in self._runtime.groups if g is not wanted and is_idle(g, or_updating=True)]
         logger.info("device memory is in pieces; moving %d groups for %r", len(idle), wanted.name)
-        contents = []
-        for group in idle:
-            self._gather.finish_moves(group)
-            if group.lease is None:
-                continue
-            contents.append((group, group.lease.tensor.clone()))
-            self._gather.take_lease(group, None)
-        self._gather.finish_writes()
-        first = self.pool.lend(wanted.nbytes, wanted.name)  # only to see to its place
-        for group, content in contents:
-            lease = self.pool.lend(group.nbytes, group.name)
-            if lease is None:
-                raise BudgetError(self._full_message(group))
+        for waits in (False, True):
+            for group in idle:
+                if group not in contents and (waits or self._gather.shares.is_over(group)):
+                    self._gather.finish_moves(group)
+                    if group.lease is not None:
+                        contents[group] = group.lease.tensor.clone()
+                        self._gather.take_lease(group, None)
+            self._gather.finish_writes()
+            if self._lend_anew(contents, wanted):
+                return
+        if not self._lend_anew(contents, None):  # views of some still hold memory in the middle
+            raise BudgetError(self._full_message(wanted))
+
+    def _lend_anew(self, contents: dict[ParamGroup, torch.Tensor], wanted: ParamGroup | None) -> bool:
+        """Lends memory to the groups again, behind a place for ``wanted``; False, and no memory, if
+        they do not fit so."""
+        assert self.pool is not None
+        first = None if wanted is None else self.pool.lend(wanted.nbytes, wanted.name)
+        leases = [self.pool.lend(group.nbytes, group.name) for group in contents]
+        if None in leases or (first is None) != (wanted is None):
+            return False
+        for (group, content), lease in zip(contents.items(), leases, strict=True):
+            assert lease is not None
             lease.tensor.copy_(content)
             self._gather.take_lease(group, lease)
-        del first
+        return True
 
     def _full_message(self, group: ParamGroup) -> str:
         assert self.pool is not None

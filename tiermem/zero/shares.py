@@ -17,12 +17,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tiermem.comm import Kind
+from tiermem.types import round_up
 from tiermem.zero.group import ParamGroup
 from tiermem.zero.sharing import PATIENCE_S, Exchanges, share_out
 
 if TYPE_CHECKING:
     from tiermem.zero.gather import GatherScheduler
     from tiermem.zero.runtime import Runtime
+
+_MOMENT_S = 0.0005
+"""What a thread takes that finds an exchange to be over."""
 
 
 class SharedShards:
@@ -32,6 +36,7 @@ class SharedShards:
         self._runtime = runtime
         self._gather = gather
         self._parting: deque[Exchanges] = deque()  # whose groups have been given up
+        self._starting = False
         self.stall_seconds = 0.0
 
     def commit(self, window: Sequence[int], *, next_pass: bool) -> None:
@@ -44,6 +49,11 @@ class SharedShards:
         for group in (groups[index] for index in window if index in near):
             if not group.sharing.alone and not (group.lease is not None and group.whole):
                 group.committed = group.ahead = True
+
+    def committed_beside(self, window: Sequence[int]) -> int:
+        """Bytes of device memory for what is committed and not in ``window``. Alike on all ranks."""
+        groups = (g for g in self._runtime.groups if g.committed and g.index not in window)
+        return sum(round_up(group.nbytes) for group in groups if not group.persistent)
 
     def advance(self) -> None:
         """Starts committed exchanges of groups whose shard is at hand."""
@@ -58,15 +68,16 @@ class SharedShards:
                 self._gather.ready(group)
                 self._start(group)
 
-    def make_whole(self, group: ParamGroup) -> None:
-        """Waits for the shards of all others; this rank's is current."""
+    def make_whole(self, group: ParamGroup, *, starts_owed: bool = True) -> None:
+        """Waits for the shards of all others; this rank's is current. ``starts_owed``: leases may be
+        taken meanwhile for what others may wait for."""
         if group.whole:
             return
         if not group.under_way:
             self._start(group)
         started = time.perf_counter()
         assert group.exchange is not None
-        if not group.sharded and not group.exchange.received_within(PATIENCE_S):
+        if starts_owed and self._owes(group) and not group.exchange.received_within(PATIENCE_S):
             self.start_owed()
         if self._runtime.config.overlap_comm:
             group.exchange.wait_received()
@@ -76,37 +87,56 @@ class SharedShards:
         group.whole, group.under_way = True, False
 
     def start_owed(self) -> None:
-        """Gives all others this rank's shards of groups that were updated and not used here since.
+        """Gives all others this rank's shards of groups that they may wait for: before this rank waits
+        for something else, or when that takes long.
 
-        At stages 1 and 2 parameters are whole, so that ranks may use different groups. One that uses a
-        group waits for all the others, which give their shard when they wait for another group, or at
-        the end of the backward."""
-        for group in self._runtime.groups:
-            has_all = group.whole or group.under_way or group.sharing.alone
-            if not (has_all or group.sharded or group in self._runtime.updates.updated):
-                self._gather.gather(group, demand=True)
-                self._gather.ready(group)
-                self._start(group)
+        Those are what is committed and not under way, for want of room or of this rank's shard; and at
+        stages 1 and 2, where parameters are whole, so that ranks may use different groups, what was
+        updated and not used here since."""
+        if self._starting:  # room for one of them is made by waiting for another
+            return
+        self._starting = True
+        try:
+            for group in self._runtime.groups:
+                if self._is_owed(group):
+                    self._bring(group)
+                    self._start(group)
+        finally:
+            self._starting = False
+
+    def _is_owed(self, group: ParamGroup) -> bool:
+        if group.whole or group.under_way or group.sharing.alone:
+            return False
+        return group.committed or not (group.sharded or group in self._runtime.updates.updated)
+
+    def _owes(self, wanted: ParamGroup) -> bool:
+        """Whether others may wait for this rank while it waits for ``wanted``."""
+        return not wanted.sharded or any(map(self._is_owed, self._runtime.groups))
 
     def honour(self, group: ParamGroup) -> None:
         """Sees to what was committed for ``group``, before its values change."""
         if group.committed:
-            self._gather.gather(group, demand=True)
-            self._gather.ready(group)
+            self._bring(group)
             self.make_whole(group)
             group.committed = False
         elif group.under_way:
             self.make_whole(group)
+
+    def _bring(self, group: ParamGroup) -> None:
+        """This rank's shard into a lease, which it keeps."""
+        self._gather.gather(group, demand=True)
+        group.leaving = False
+        self._gather.ready(group)
 
     def honour_all(self) -> None:
         """Before all leases go: some ranks may have begun what others have not."""
         for group in self._runtime.groups:
             self.honour(group)
 
-    def finish(self, group: ParamGroup) -> None:
+    def finish(self, group: ParamGroup, *, starts_owed: bool = True) -> None:
         """Afterwards no exchange reads or writes the group's lease."""
         if group.under_way:
-            self.make_whole(group)
+            self.make_whole(group, starts_owed=starts_owed)
         if group.exchange is not None:
             exchange, group.exchange = group.exchange, None
             exchange.wait()
@@ -116,6 +146,15 @@ class SharedShards:
         if group.exchange is not None:
             self._parting.append(group.exchange)
             group.exchange, group.under_way = None, False
+
+    def release_parted(self) -> None:
+        """Lets leases that were given up go, as far as others have what they get from them."""
+        while self._parting and self._parting[0].over_within(_MOMENT_S):
+            self._parting.popleft().wait()
+
+    def is_over(self, group: ParamGroup) -> bool:
+        """Whether no exchange reads or writes the group's lease."""
+        return group.exchange is None or group.exchange.over_within(_MOMENT_S)
 
     def finish_oldest(self) -> bool:
         """Waits until others have what they get from one lease that was given up; False if there is

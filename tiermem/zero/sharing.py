@@ -98,6 +98,9 @@ class Exchanges:
     def received_within(self, seconds: float) -> bool:
         return all(part.received_within(seconds) for part in self._parts)
 
+    def over_within(self, seconds: float) -> bool:
+        return all(part.over_within(seconds) for part in self._parts)
+
     def wait_received(self) -> None:
         for part in self._parts:
             part.wait_received()

@@ -135,6 +135,7 @@ def collect(param: ShardedParam, values: torch.Tensor) -> None:
     """Fills in, from the ranks that own them, what is not this rank's of ``values``, one for each
     element of ``param`` in memory order. All ranks call it."""
     group, segment = param.group, param.segment
+    group.runtime.gather.shares.start_owed()
     comm = group.sharing.comm
     region = group.regions[segment.region]
     parts = []

@@ -1,0 +1,119 @@
+"""What overlapping computation and communication is worth on a link of a known rate."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tiermem
+
+BLOCKS, WIDTH = 6, 1024
+NBYTES = 2 * WIDTH * WIDTH  # of a block's parameters
+LINK_BYTES_PER_S = 50_000_000  # of both ranks together
+GATHER_S = NBYTES / LINK_BYTES_PER_S  # both ranks send half of it
+
+
+def ip(*arguments: str) -> bool:
+    return subprocess.run(arguments, capture_output=True, check=False).returncode == 0
+
+
+@pytest.fixture
+def slow_link() -> Iterator[str]:
+    """A network namespace in which loopback has that rate."""
+    name = f"tiermem-link-{os.getpid()}"
+    if os.geteuid() != 0 or shutil.which("tc") is None or not ip("ip", "netns", "add", name):
+        pytest.skip("needs root, and network namespaces with tc (iproute2)")
+    try:
+        inside = ("ip", "netns", "exec", name)
+        rate = f"{8 * LINK_BYTES_PER_S}bit"
+        limit = ("tbf", "rate", rate, "burst", "128kb", "latency", "1s")
+        if not ip(*inside, "ip", "link", "set", "lo", "up") or not ip(
+            *inside, "tc", "qdisc", "add", "dev", "lo", "root", *limit
+        ):
+            pytest.skip("the kernel has no token bucket filter (sch_tbf)")
+        yield name
+    finally:
+        ip("ip", "netns", "del", name)
+
+
+class _Compute(torch.autograd.Function):
+    """Takes as long as the link takes for a group: once forwards, twice backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(GATHER_S)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        time.sleep(2 * GATHER_S)
+        return grad
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(_Compute.apply(x))
+
+
+def measure() -> dict[str, float]:
+    """Seconds of the fastest of three steps' forward and backward, with overlap and without."""
+    found = {}
+    for overlap in (True, False):
+        model = nn.Sequential(*[Block() for _ in range(BLOCKS)]).to(torch.bfloat16)
+        config = {
+            "overlap_comm": overlap,
+            "max_reuse_numel": 0,  # backward gathers again
+            "persistence_threshold_numel": 0,
+            "host_memory": "128MiB",
+            "device": "cpu",
+        }
+        with tiermem.Runtime(config) as runtime:
+            tiermem.shard(model, runtime)
+            optimizer = tiermem.optim.AdamW(model.parameters())
+            times = []
+            for _ in range(4):
+                x = torch.ones(2, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+                start = time.monotonic()
+                model(x).float().sum().backward()
+                times.append(time.monotonic() - start)
+                optimizer.step()
+                optimizer.zero_grad()
+        found["together" if overlap else "apart"] = min(times[1:])  # the first learns the order
+    return found
+
+
+@pytest.mark.slow
+def test_overlap_on_a_slow_link(slow_link: str) -> None:
+    """Per block the link is busy once forwards and twice (gather, reduction) backwards, and so is the
+    rank. One after the other that is 2 + 4 times a gather; at the same time 1 + 2, but for the first
+    gather and the last reduction, which nothing hides."""
+    launch = ["torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
+    command = ["ip", "netns", "exec", slow_link, sys.executable, "-m", *launch, __file__]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == 2
+    for found in lines:
+        assert found["apart"] > 0.9 * (2 + 4) * BLOCKS * GATHER_S
+        assert found["together"] > 0.9 * (1 + 2) * BLOCKS * GATHER_S
+        assert found["together"] < 0.7 * found["apart"]
+
+
+if __name__ == "__main__":
+    torch.distributed.init_process_group("gloo")
+    print(json.dumps(measure()), flush=True)
+    torch.distributed.destroy_process_group()
