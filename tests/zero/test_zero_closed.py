@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import traceback
 import warnings
 
@@ -14,6 +15,7 @@ from zero_twins import batch, settings
 
 import tiermem
 from tiermem.errors import StateError
+from tiermem.zero.update import UpdatePipeline
 
 USES = {
     "forward": lambda t: loss_of(t.model, batch(0)),
@@ -123,3 +125,23 @@ def test_close_in_a_forked_child_does_nothing(twins, tmp_path) -> None:
     assert sorted(tmp_path.rglob("*")) == before
     twins.steps(2, first=2)
     twins.check()
+
+
+def test_closing_a_torn_run_says_what_tore_it(twins, monkeypatch) -> None:
+    """An update under way may read what is undefined since then: that is no further error."""
+    loss_of(twins.model, batch(1)).backward()
+    entered, torn = threading.Event(), threading.Event()
+
+    def read_what_failed(*_: object) -> None:
+        entered.set()
+        assert torn.wait(30)
+        raise StateError("record a is undefined since a write of it failed")
+
+    monkeypatch.setattr(UpdatePipeline, "_apply", read_what_failed)
+    twins.optimizer.step()
+    first = next(group for group in twins.runtime.groups if group.pending is not None)
+    twins.runtime.gather.gather(first, demand=True)  # starts its update
+    assert entered.wait(30)
+    twins.runtime.mark_torn(OSError("a write failed"))
+    torn.set()
+    twins.runtime.close()

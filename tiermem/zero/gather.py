@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tiermem.errors import BudgetError
+from tiermem.errors import BudgetError, StateError
 from tiermem.io.base import Op, Priority
 from tiermem.memory.arena import Arena
 from tiermem.memory.lease import Lease
@@ -476,6 +476,9 @@ class GatherScheduler:
                     self._pipeline.wait(job)
                 elif group.transfer is not None:
                     group.transfer.wait()
+            except StateError as error:
+                if not self._runtime.torn:  # else it met what is undefined since then
+                    on_error(error)
             except Exception as error:
                 on_error(error)
             group.transfer = None
