@@ -121,7 +121,7 @@ class GatherScheduler:
         group.ahead = group.leaving = group.owed = False
         self.ready(group)
         self.shares.make_whole(group)
-        group.committed = False
+        self.shares.kept(group)
 
     def reshard(self, group: ParamGroup) -> None:
         """Takes the parameters out of their slots; the lease stays until it is needed."""
@@ -146,8 +146,10 @@ class GatherScheduler:
                 return False
             if not demand and self._would_block(group):
                 return False
-            if demand and group.sharded and not group.committed:
-                self.room.make_way(group)
+            if demand and group.sharded:
+                self.shares.take_room(before=group)
+                if not group.committed:
+                    self.room.make_way(group)
             lease = self.room.obtain(group, demand=demand)
             if lease is None:
                 return False

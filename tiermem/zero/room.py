@@ -168,33 +168,48 @@ class DeviceRoom:
         """Free memory is in pieces: groups that nobody computes with are lent anew, side by side, so
         that there is room for ``wanted``. Those whose shards are under way only if it must be, since
         others may send them late."""
-        contents: dict[ParamGroup, torch.Tensor] = {}
         idle = [g for g in self._runtime.groups if g is not wanted and is_idle(g, or_updating=True)]
         logger.info("device memory is in pieces; moving %d groups for %r", len(idle), wanted.name)
-        for waits in (False, True):
+        shares = self._gather.shares
+        if not self._rearrange([group for group in idle if shares.is_over(group)], wanted):
+            shares.start_owed(takes_room=False)
             for group in idle:
-                if group not in contents and (waits or self._gather.shares.is_over(group)):
-                    self._gather.finish_moves(group)
-                    if group.lease is not None:
-                        contents[group] = group.lease.tensor.clone()
-                        self._gather.take_lease(group, None)
-            self._gather.finish_writes()
-            if self._lend_anew(contents, wanted):
-                return
-        if not self._lend_anew(contents, None):  # views of some still hold memory in the middle
-            raise BudgetError(self._full_message(wanted))
+                self._gather.finish_moves(group)
+            self._rearrange(idle, wanted)
 
-    def _lend_anew(self, contents: dict[ParamGroup, torch.Tensor], wanted: ParamGroup | None) -> bool:
-        """Lends memory to the groups again, behind a place for ``wanted``; False, and no memory, if
-        they do not fit so."""
+    def _rearrange(self, groups: list[ParamGroup], wanted: ParamGroup) -> bool:
+        """Lends memory to ``groups`` again, behind a place for ``wanted``; False if there is none."""
+        contents: dict[ParamGroup, torch.Tensor] = {}
+        for group in groups:
+            self._gather.finish_moves(group)
+        leased = {group: group.lease.address for group in groups if group.lease is not None}
+        for group in sorted(leased, key=lambda each: leased[each]):
+            assert group.lease is not None
+            contents[group] = group.lease.tensor.clone()
+            self._gather.take_lease(group, None)
+        self._gather.finish_writes()
+        by_size = sorted(contents, key=lambda each: -each.nbytes)
+        if self._lend_anew(by_size, contents, wanted):
+            return True
+        if not (self._lend_anew(by_size, contents) or self._lend_anew([*contents], contents)):
+            raise BudgetError(self._full_message(wanted))
+        return False
+
+    def _lend_anew(
+        self,
+        order: list[ParamGroup],
+        contents: dict[ParamGroup, torch.Tensor],
+        wanted: ParamGroup | None = None,
+    ) -> bool:
+        """False, and no memory to anyone, if they do not fit so."""
         assert self.pool is not None
         first = None if wanted is None else self.pool.lend(wanted.nbytes, wanted.name)
-        leases = [self.pool.lend(group.nbytes, group.name) for group in contents]
+        leases = [self.pool.lend(group.nbytes, group.name) for group in order]
         if None in leases or (first is None) != (wanted is None):
             return False
-        for (group, content), lease in zip(contents.items(), leases, strict=True):
+        for group, lease in zip(order, leases, strict=True):
             assert lease is not None
-            lease.tensor.copy_(content)
+            lease.tensor.copy_(contents[group])
             self._gather.take_lease(group, lease)
         return True
 

@@ -7,6 +7,11 @@ a point that all ranks pass alike, for the groups that the trace names next in t
 not their memory and their shard are at hand yet; it then comes to pass in any case, before the
 group is used, updated, or given up. Nothing is committed across an optimizer step, which would make
 it out of date.
+
+Room for what is committed is taken in the order of commitment, and before a use takes room for
+anything else. For where memory is in pieces a rank waits for exchanges that are under way, to move
+leases: those are then of groups that every other rank has room for by the time it waits itself, so
+that it can begin them.
 """
 
 from __future__ import annotations
@@ -37,6 +42,7 @@ class SharedShards:
         self._gather = gather
         self._parting: deque[Exchanges] = deque()  # whose groups have been given up
         self._starting = False
+        self._promised: dict[ParamGroup, None] = {}  # what is committed, in order
         self.stall_seconds = 0.0
 
     def commit(self, window: Sequence[int], *, next_pass: bool) -> None:
@@ -49,6 +55,20 @@ class SharedShards:
         for group in (groups[index] for index in window if index in near):
             if not group.sharing.alone and not (group.lease is not None and group.whole):
                 group.committed = group.ahead = True
+                self._promised.setdefault(group)
+
+    def kept(self, group: ParamGroup) -> None:
+        """The group's exchange has come to pass."""
+        group.committed = False
+        self._promised.pop(group, None)
+
+    def take_room(self, *, before: ParamGroup) -> None:
+        """Takes leases for what was committed, up to ``before``."""
+        for group in list(self._promised):
+            if group is before:
+                return
+            if group.lease is None:
+                self._gather.gather(group, demand=True)
 
     def committed_beside(self, window: Sequence[int]) -> int:
         """Bytes of device memory for what is committed and not in ``window``. Alike on all ranks."""
@@ -86,7 +106,7 @@ class SharedShards:
         self.stall_seconds += time.perf_counter() - started
         group.whole, group.under_way = True, False
 
-    def start_owed(self) -> None:
+    def start_owed(self, *, takes_room: bool = True) -> None:
         """Gives all others this rank's shards of groups that they may wait for: before this rank waits
         for something else, or when that takes long.
 
@@ -97,8 +117,8 @@ class SharedShards:
             return
         self._starting = True
         try:
-            for group in self._runtime.groups:
-                if self._is_owed(group):
+            for group in dict.fromkeys([*self._promised, *self._runtime.groups]):
+                if self._is_owed(group) and (takes_room or group.lease is not None):
                     self._bring(group)
                     self._start(group)
         finally:
@@ -118,7 +138,7 @@ class SharedShards:
         if group.committed:
             self._bring(group)
             self.make_whole(group)
-            group.committed = False
+            self.kept(group)
         elif group.under_way:
             self.make_whole(group)
 
