@@ -53,7 +53,7 @@ class DeviceRoom:
     def obtain(self, group: ParamGroup, *, demand: bool) -> Lease | None:
         """A lease for ``group``; None if there is no room now and it is not on demand. Raises
         `BudgetError` that names the holders."""
-        patience, moved = _PATIENCE, not group.sharded
+        patience, tried_bytes = _PATIENCE, -1
         while True:
             lease = self._lend(group)
             if lease is not None:
@@ -66,8 +66,9 @@ class DeviceRoom:
                 return None
             if self._gather.wait_for_release() or self._drop_uncommitted(group):
                 continue
-            if not moved:
-                moved = True
+            free_bytes = self._free_in_pieces(group)
+            if free_bytes not in (0, tried_bytes):
+                tried_bytes = free_bytes
                 self._move_together(group)
                 continue
             if patience == 0:
@@ -163,6 +164,13 @@ class DeviceRoom:
             return False
         self._gather.drop(kept[index])
         return True
+
+    def _free_in_pieces(self, wanted: ParamGroup) -> int:
+        """Free memory (bytes) that is enough for ``wanted``, but not in one piece; 0 if it is not so.
+        Alone a rank gives up other groups instead of moving them."""
+        assert self.pool is not None
+        free_bytes, piece_bytes = self.pool.room()
+        return free_bytes if wanted.sharded and piece_bytes < wanted.nbytes <= free_bytes else 0
 
     def _move_together(self, wanted: ParamGroup) -> None:
         """Free memory is in pieces: groups that nobody computes with are lent anew, side by side, so
