@@ -159,10 +159,16 @@ class TierConfig(_Strict):
         "or (false) all of a group when its last one is",
     )
     reduce_bucket_numel: int | None = Default(
-        None, ge=1, description="gradients reduced over ranks at a time; default: a whole group's"
+        None,
+        ge=1,
+        description="gradients reduced over ranks at a time, in units of 4096 bytes of each rank; "
+        "default: a whole group's",
     )
     allgather_bucket_numel: int | None = Default(
-        None, ge=1, description="parameters exchanged in one message; default: a whole group's"
+        None,
+        ge=1,
+        description="parameters exchanged in one message, in units of 4096 bytes of each rank; "
+        "default: a whole group's",
     )
     max_live_numel: int | None = Default(
         None, ge=0, description="parameters gathered from other ranks at a time; default: the budget's"

@@ -61,6 +61,7 @@ def _exchange_parts(rank: int, size: int) -> None:
         (r + 0.1, 1 / (r + 3)) for r in range(size)
     ]
     assert comm.gather_values("none", []) == [()] * size
+    assert comm.gather_texts("words", "é" * rank) == ["é" * r for r in range(size)]
     comm.close()
 
 

@@ -317,6 +317,34 @@ def test_norm_over_pipeline_and_tensor_parallel_ranks() -> None:
         assert found == pytest.approx(expected, rel=1e-6)
 
 
+def hopeless(rank: int, size: int) -> str:
+    """One tensor-parallel rank's part overflows in every step."""
+    torch.set_num_threads(1)
+    mesh = two_by_two()
+    model = split(build(), mesh["tp"])
+    fp16 = {"max_skipped_steps": 2, "min_loss_scale": 65536}
+    with tiermem.Runtime({**CONFIG, "compute_dtype": "fp16", "fp16": fp16}) as runtime:
+        tiermem.shard(model, runtime, mesh=mesh["dp"])
+        optimizer = tiermem.optim.AdamW(model.parameters())
+        weight = model.blocks[0].up.weight
+        with pytest.raises(StateError) as caught:
+            for _ in range(4):
+                optimizer.scale(loss_of(model, data(0, 0))).backward()
+                gradient = tiermem.full_grad(weight)
+                if mesh["tp"].get_local_rank() == 1:
+                    gradient.to_local()[0, 0] = float("inf")
+                weight.grad = gradient
+                optimizer.step()
+                assert optimizer.overflow
+                optimizer.zero_grad()
+    return str(caught.value)
+
+
+def test_overflows_on_one_part_are_named_on_all_ranks() -> None:
+    for said in run_ranks(hopeless, 4, timeout_s=100):
+        assert "blocks.0.up.weight" in said
+
+
 def refused(rank: int, size: int) -> str:
     mesh = two_by_two()
     with tiermem.Runtime(CONFIG) as runtime:

@@ -25,6 +25,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "plain": {},
     "reduce buckets": {"reduce_bucket_numel": NUMEL // 4},
     "allgather buckets": {"allgather_bucket_numel": NUMEL // 4},
+    "smallest buckets": {"allgather_bucket_numel": 1, "reduce_bucket_numel": 1},
     "no prefetch": {"prefetch_bytes": 0},
     "prefetch two": {"prefetch_bytes": 2 * NBYTES},
     "room": WIDE,
@@ -111,6 +112,14 @@ def test_reduce_buckets(seen: list[dict[str, Seen]]) -> None:
 def test_allgather_buckets(seen: list[dict[str, Seen]]) -> None:
     for rank in seen:
         assert rank["allgather buckets"].exchanges["PARAMS"] == 4 * rank["plain"].exchanges["PARAMS"]
+
+
+def test_smallest_buckets(seen: list[dict[str, Seen]]) -> None:
+    """Are of 4096 bytes of each rank."""
+    for rank in seen:
+        for kind in ("PARAMS", "GRADIENTS"):
+            pieces = NBYTES // 2 // 4096
+            assert rank["smallest buckets"].exchanges[kind] == pieces * rank["plain"].exchanges[kind]
 
 
 def test_prefetch(seen: list[dict[str, Seen]]) -> None:

@@ -3,10 +3,11 @@ with failures that name their cause within seconds."""
 
 from tiermem.comm.communicator import Communicator, open_communicator, refuse_to_open, single
 from tiermem.comm.exchange import Exchange
-from tiermem.comm.messages import Kind, Message
+from tiermem.comm.messages import MAX_INDEX, Kind, Message
 from tiermem.comm.stats import CommStats, Traffic
 
 __all__ = [
+    "MAX_INDEX",
     "CommStats",
     "Communicator",
     "Exchange",

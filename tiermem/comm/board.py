@@ -35,8 +35,27 @@ class Board:
         """Says that this rank is here, to open its communicator."""
         self._write(f"here/{self._rank}", True)
 
-    def has_arrived(self, rank: int) -> bool:
-        return self._read(f"here/{rank}") is not None
+    def withdraw(self) -> None:
+        """Says that this rank waits here no more."""
+        self._write(f"here/{self._rank}", False)
+
+    def is_here(self, rank: int) -> bool:
+        return bool(self._read(f"here/{rank}"))
+
+    def call_complete(self) -> None:
+        """Says that all ranks are here."""
+        self._write("complete", True)
+
+    def is_complete(self) -> bool:
+        return bool(self._read("complete"))
+
+    def refuse(self, text: str) -> None:
+        """Says why this rank will not open what others may wait to open with it."""
+        self._write(f"refused/{self._rank}", text)
+
+    def refusal(self, rank: int) -> str | None:
+        text = self._read(f"refused/{rank}")
+        return None if text is None else str(text)
 
     def leave(self, departure: Departure) -> None:
         """Says that this rank has left, before its connections close."""

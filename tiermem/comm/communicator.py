@@ -103,6 +103,15 @@ class Communicator:
         exchange.wait()
         return [tuple(row) for row in rows.tolist()]
 
+    def gather_texts(self, name: str, text: str) -> list[str]:
+        """Every rank's ``text``, in rank order. Waits for all ranks."""
+        own = torch.frombuffer(bytearray(text.encode() + b"."), dtype=torch.uint8)  # never empty
+        sizes = self.gather_values(name, [own.numel()])
+        parts = [torch.empty(int(size), dtype=torch.uint8) for (size,) in sizes]
+        parts[self.rank] = own
+        self.exchange(Message(Kind.VALUES, 1, name), [own] * self.size, parts).wait()
+        return [bytes(part.tolist()).decode()[:-1] for part in parts]
+
     def fail(self, error: BaseException) -> None:
         """Tells the other ranks why the run is over; only the first call does. They raise in their
         next `check`, `exchange` or wait, and are woken where they wait for this rank."""
@@ -245,11 +254,12 @@ def single() -> Communicator:
     return Communicator(Link(0, 1, {0: "rank 0"}, Activity(), None, None), None)
 
 
-def open_communicator(group: dist.ProcessGroup | None) -> Communicator:
+def open_communicator(group: dist.ProcessGroup | None, run: int = 0) -> Communicator:
     """A communicator over the ranks of ``group`` (None: the default group), on connections of its
-    own. Collective: waits for all ranks.
+    own. Collective: waits for all ranks. ``run`` is a number that ranks agree on; what one of them has
+    refused to open for it (`refuse_to_open`), nobody waits for.
 
-    :raises RankError: the others did not come in time.
+    :raises RankError: the others did not come in time, or one of them has refused.
     """
     group = dist.group.WORLD if group is None else group
     if group is None:
@@ -258,61 +268,79 @@ def open_communicator(group: dist.ProcessGroup | None) -> Communicator:
     if size == 1:
         return single()
     names = _names_of(group)
-    store, count = _next_place(group)
-    board = Board(store, rank)
-    _meet(board, names, rank)
+    store, number = _meet(group, names, run)
     try:
         transport = compat.open_gloo(store, rank, size, timedelta(seconds=_OPEN_S))
     except RuntimeError as error:
         raise RankError(
-            f"{names[rank]}: {', '.join(names.values())} did not all open communicator {count} of "
+            f"{names[rank]}: {', '.join(names.values())} did not all open communicator {number} of "
             f"their group within {_OPEN_S} s: all ranks must make the same runtimes; {error}"
         ) from error
-    link = Link(rank, size, names, Activity(), board, transport)
+    link = Link(rank, size, names, Activity(), Board(store, rank), transport)
     watch = Watch(link)
     watch.start()
     return Communicator(link, watch)
 
 
-def refuse_to_open(group: dist.ProcessGroup | None, error: BaseException) -> None:
-    """Tells the ranks that open, or will open, the next communicator of ``group`` why this rank will
+def refuse_to_open(error: BaseException, run: int = 0) -> None:
+    """Tells the ranks that open, or will open, a communicator with this one for ``run`` why it will
     not. Raises nothing."""
-    group = dist.group.WORLD if group is None else group
-    if group is None or group.size() == 1:
+    world = dist.group.WORLD
+    if world is None or world.size() == 1:
         return
     with contextlib.suppress(RuntimeError):  # the store is gone
-        store, _ = _next_place(group)
-        name = _names_of(group)[group.rank()]
-        Board(store, group.rank()).fail(f"{name} failed: {_describe(error)}; see its own output")
+        said = f"rank {world.rank()} failed: {_describe(error)}; see its own output"
+        _refusals(world, run).refuse(said)
+
+
+def _refusals(world: dist.ProcessGroup, run: int) -> Board:
+    store = compat.store_below(compat.group_store(world), f"tiermem/run/{run}")
+    return Board(store, world.rank())
 
 
 def _names_of(group: dist.ProcessGroup) -> dict[int, str]:
     return {at: f"rank {each}" for at, each in enumerate(dist.get_process_group_ranks(group))}
 
 
-def _next_place(group: dist.ProcessGroup) -> tuple[compat.Store, int]:
-    """Where the next communicator of ``group`` meets, and its number, which is the same on all ranks
-    since opening is collective."""
-    store = compat.group_store(group)
-    count = store.add(f"tiermem/opened/{group.rank()}", 1)
-    return compat.store_below(store, f"tiermem/{count}"), count
+def _meet(group: dist.ProcessGroup, names: Mapping[int, str], run: int) -> tuple[compat.Store, int]:
+    """Waits until all ranks open the communicator, or one says that it will not. Where they have met,
+    and its number.
 
-
-def _meet(board: Board, names: Mapping[int, str], rank: int) -> None:
-    """Waits until all ranks open the communicator, or one says that it will not."""
-    board.arrive()
-    missing = dict(names)
+    The group's first rank calls all others to a new place, each time, and says when all are there; they
+    come to the newest. So ranks meet also after some have failed to, whichever these were. What was
+    refused is looked at before one comes: a rank that has failed calls, or comes, for a later run."""
+    assert dist.group.WORLD is not None
+    refusals, rank = _refusals(dist.group.WORLD, run), group.rank()
+    members = dist.get_process_group_ranks(group)
+    calls = compat.group_store(group)
+    latest = calls.add(f"tiermem/met/{rank}", 0)
+    if rank == 0:
+        latest = calls.add("tiermem/called", 1) - 1
+    board: Board | None = None
     end = time.monotonic() + _OPEN_S
-    while True:
-        failure = board.failure()
-        if failure is not None:
-            raise RankError(f"{failure} ({names[rank]} was opening a communicator with it)")
-        missing = {at: name for at, name in missing.items() if not board.has_arrived(at)}
-        if not missing:
-            return
-        if time.monotonic() > end:
-            raise RankError(
-                f"{', '.join(missing.values())} did not open a communicator within {_OPEN_S} s, while "
-                f"{names[rank]} waited: all ranks must make the same runtimes and shard the same models"
-            )
-        time.sleep(_POLL_S)
+    try:
+        while True:
+            number = calls.add("tiermem/called", 0)
+            for failure in filter(None, map(refusals.refusal, members)):
+                raise RankError(f"{failure} ({names[rank]} was opening a communicator with it)")
+            if number > latest:
+                store, latest = compat.store_below(calls, f"tiermem/{number}"), number
+                board = Board(store, rank)
+                board.arrive()
+            missing = [name for at, name in names.items() if board is None or not board.is_here(at)]
+            if rank == 0 and board is not None and not missing:
+                board.call_complete()
+            if board is not None and board.is_complete():
+                calls.add(f"tiermem/met/{rank}", number - calls.add(f"tiermem/met/{rank}", 0))
+                return store, number
+            if time.monotonic() > end:
+                raise RankError(
+                    f"{', '.join(missing)} did not open a communicator within {_OPEN_S} s, while "
+                    f"{names[rank]} waited: all ranks must make the same runtimes and shard the same "
+                    f"models"
+                )
+            time.sleep(_POLL_S)
+    except BaseException:
+        if board is not None:
+            board.withdraw()
+        raise

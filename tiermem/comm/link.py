@@ -17,6 +17,11 @@ from tiermem.errors import RankError, StateError
 # A slow peer is not an error, and a wait that runs out would break the connection.
 _FOR_EVER = timedelta(days=365)
 
+SAME_CALLS = (
+    "make the same calls of what needs all of them (a forward, clip_grad_norm_(), state_dict() and its "
+    "values, optimizer.state, full_param(), gathered(), printing a parameter): look for `if rank == 0`"
+)
+
 
 @dataclass(slots=True)
 class Link:
@@ -64,8 +69,10 @@ class Link:
         waited = ""
         if transfer is not None:
             peer = self.names[transfer.peer]
-            waited = f" ({self.names[self.rank]} {describe_wait(transfer, peer)})"
-        return RankError(f"{self.activity.failure}{waited}")
+            waited = f"{self.names[self.rank]} {describe_wait(transfer, peer)}"
+        if not waited or waited in str(self.activity.failure):
+            return RankError(f"{self.activity.failure}")
+        return RankError(f"{self.activity.failure} ({waited})")
 
     def explain(self, transfer: Transfer, error: Exception) -> RankError:
         """Why the connection to the peer of ``transfer`` is broken."""
@@ -93,7 +100,7 @@ def describe_departure(peer: str, departure: Departure | None, error: Exception 
     if departure.how == "closed":
         return (
             f"{peer} closed its runtime {after}, while others go on: all ranks must run the same "
-            "number of steps"
+            f"number of steps, and {SAME_CALLS}"
         )
     if departure.how == "ended":
         return (

@@ -18,6 +18,7 @@ class Kind(enum.Enum):
     PRESENCE = "presence of gradients"
     SETUP = "set-up"
     VALUES = "values"
+    WHOLE = "whole values"
 
 
 _CODES = {kind: code for code, kind in enumerate(Kind)}

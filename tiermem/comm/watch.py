@@ -13,7 +13,7 @@ import torch
 
 from tiermem.comm.compat import Work
 from tiermem.comm.deadlock import State, Suspicion, describe, describe_wait, follow
-from tiermem.comm.link import Link, describe_departure
+from tiermem.comm.link import SAME_CALLS, Link, describe_departure
 from tiermem.comm.messages import Transfer
 from tiermem.errors import StateError
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _PERIOD_S = 0.5
 _BUSY_PERIOD_S = 0.25  # while a thread waits for long, or the run is over
 _LONG_WAIT_NS = 2_000_000_000
-_WARN_NS = 60_000_000_000
+_WARN_NS = 15_000_000_000
 
 
 class Watch:
@@ -39,6 +39,7 @@ class Watch:
         self._suspicion = Suspicion()
         self._published: State | None = None
         self._warned: Transfer | None = None
+        self._warn_after_ns = _WARN_NS
         self._asked: list[Transfer] = []
         self._fillings: dict[tuple[int, Transfer], tuple[torch.Tensor, Work]] = {}
         self._thread = threading.Thread(target=self._run, name="tiermem-watch", daemon=True)
@@ -70,8 +71,8 @@ class Watch:
             return True
         now = time.monotonic_ns()
         blocked = [each for each in link.activity.blocked() if now - each.since_ns > _LONG_WAIT_NS]
-        if blocked and now - blocked[0].since_ns > _WARN_NS:
-            self._warn(blocked[0].transfer, (now - blocked[0].since_ns) // 1_000_000_000)
+        if blocked:
+            self._warn(blocked[0].transfer, now - blocked[0].since_ns)
         self._publish(link.activity.state(self._beat()) if blocked or link.activity.left else None)
         if self._published is not None and self._published.waits:
             self._suspect(self._published)
@@ -110,16 +111,25 @@ class Watch:
             return f"{departure} ({describe(states, ranks[:-1], names)})"
         return (
             f"ranks disagree about what comes next: {describe(states, ranks, names)}; all ranks must "
-            "run the same modules in the same order, as often, and with the same shapes: look for "
-            "branches, batches or loops that differ by rank"
+            "run the same modules in the same order, as often, and with the same shapes (look for "
+            f"branches, batches or loops that differ by rank), and {SAME_CALLS}"
         )
 
-    def _warn(self, transfer: Transfer, seconds: int) -> None:
-        if transfer == self._warned:
+    def _warn(self, transfer: Transfer, waited_ns: int) -> None:
+        """After a while, and each time that takes twice as long: a slow rank is no error."""
+        if transfer != self._warned:
+            self._warned, self._warn_after_ns = transfer, _WARN_NS
+        if waited_ns < self._warn_after_ns:
             return
-        self._warned = transfer
+        self._warn_after_ns = 2 * waited_ns
         names = self._link.names
-        logger.warning("%s %s, for %d s now", names[self._link.rank], _words(transfer, names), seconds)
+        logger.warning(
+            "%s %s, for %d s now; if that rank is not just slow: all ranks must %s",
+            names[self._link.rank],
+            describe_wait(transfer, names[transfer.peer]),
+            waited_ns // 1_000_000_000,
+            SAME_CALLS,
+        )
 
     def _wake(self) -> None:
         """Asks to be woken, and wakes others; see [Note: waking]."""
@@ -144,7 +154,3 @@ class Watch:
         # If that fails the peer has gone, or this rank closes: both wake it as well.
         with contextlib.suppress(StateError):
             self._fillings[rank, transfer] = (memory, self._link.start(filling, memory))
-
-
-def _words(transfer: Transfer, names: dict[int, str]) -> str:
-    return describe_wait(transfer, names[transfer.peer])

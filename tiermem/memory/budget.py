@@ -91,9 +91,14 @@ def default_host_budget(
 
 
 def check_host_budget(
-    nbytes: int, local_ranks: int | None = None, *, memory: HostMemory | None = None
+    nbytes: int,
+    local_ranks: int | None = None,
+    *,
+    memory: HostMemory | None = None,
+    what: str = "host_memory",
 ) -> None:
-    """Raises `BudgetError` if ``nbytes`` on each local rank would swap (exceed what is available)."""
+    """Raises `BudgetError` if ``nbytes`` on each local rank would swap (exceed what is available).
+    ``what``: the keys of the configuration that ask for it."""
     ranks = local_rank_count() if local_ranks is None else local_ranks
     memory = memory or available_host_memory()
     needed = nbytes * ranks
@@ -102,7 +107,7 @@ def check_host_budget(
             f"a host budget of {nbytes} bytes on {ranks} local ranks needs {needed} bytes "
             f"({format_bytes(needed)}), but {memory.available} bytes "
             f"({format_bytes(memory.available)}) are available without swapping (bound by "
-            f"{memory.source}); set host_memory to at most {memory.available // ranks} bytes or free "
+            f"{memory.source}). Remedy: {what} of at most {memory.available // ranks} bytes, or free "
             f"memory"
         )
 

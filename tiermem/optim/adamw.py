@@ -117,7 +117,8 @@ class AdamW(torch.optim.Optimizer):
                 raise StateError(
                     "none of these parameters is sharded. Remedy: tiermem.shard(model, runtime) before "
                     "the optimizer is made, and model.parameters() taken after it (what was collected "
-                    "before shard() is not what the model holds now); torch.optim.AdamW for ordinary "
+                    "before shard() is not what the model holds now, nor is what fully_shard() or "
+                    "parallelize_module() has put in its place); torch.optim.AdamW for ordinary "
                     "parameters"
                 )
         return self._runtime

@@ -60,23 +60,21 @@ def _over_ranks(comm: Communicator, totals: list[float]) -> list[float]:
 
 def not_finite(groups: Iterable[ParamGroup], counts: Counts) -> list[str]:
     """Names of the parameters whose gradients are not finite on some rank. All ranks call it."""
-    by_comm: dict[Communicator, dict[str, float]] = {}
+    kinds: dict[tuple[Communicator, tuple[Communicator, ...]], list[str]] = {}
     for group in groups:
-        flags = by_comm.setdefault(group.sharing.comm, {})
-        bad = {
-            p.index
-            for p in _present(group, counts)
-            if group.gradient is not None and not math.isfinite(group.gradient.sum_squares[p.index])
-        }
-        flags.update({param.name: float(param.index in bad) for param in group.params})
-    names: list[str] = []
-    for comm, flags in by_comm.items():
-        every = comm.gather_values("overflow", list(flags.values())) if comm.size > 1 else None
-        columns = [tuple(flags.values())] if every is None else every
-        names += [
-            name for name, each in zip(flags, zip(*columns, strict=True), strict=True) if any(each)
-        ]
-    return names
+        bad = kinds.setdefault((group.sharing.comm, group.across), [])
+        for param in _present(group, counts):
+            assert group.gradient is not None
+            if not math.isfinite(group.gradient.sum_squares[param.index]):
+                bad.append(param.name)
+    names: dict[str, None] = {}
+    for (comm, across), bad in kinds.items():
+        for among in (comm, *across):
+            if among.size > 1:
+                texts = among.gather_texts("names of overflows", "\n".join(bad))
+                bad = list(dict.fromkeys(name for text in texts for name in text.splitlines()))
+        names.update(dict.fromkeys(bad))
+    return list(names)
 
 
 def _present(group: ParamGroup, counts: Counts) -> list[ShardedParam]:

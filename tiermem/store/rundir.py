@@ -331,7 +331,11 @@ def _lock_directory(fd: int) -> bool:
 
 def _problem(path: Path) -> str:
     if not os.path.lexists(path):
-        return f"path {str(path)!r} does not exist; create the directory first"
+        braces = "{" in str(path)
+        filled = " (only tiermem's commands fill in what stands in braces; use an f-string)"
+        return (
+            f"path {str(path)!r} does not exist; create the directory first{filled if braces else ''}"
+        )
     if not os.path.isdir(path):
         return f"path {str(path)!r} is not a directory; give a directory on the drive to use"
     if os.statvfs(path).f_flag & os.ST_RDONLY:

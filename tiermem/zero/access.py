@@ -124,5 +124,5 @@ def full_grad(param: torch.Tensor) -> torch.Tensor | None:
             flat *= own.scale
         runtime.gradients.park(handle.group)
         if region.owned.numel < region.layout.numel:
-            collect(handle, flat)
+            collect(handle, flat, "gradient")
     return handle.wrap(flat.as_strided(handle.spec.shape, handle.spec.stride))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 import time
@@ -51,10 +52,14 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 
 
-def _tell_waiting(error: BaseException) -> None:
+_RUNS = itertools.count(1)
+"""Numbers the runtimes of this process. All ranks make the same ones."""
+
+
+def _tell_waiting(error: BaseException, run: int) -> None:
     """Other ranks may wait for this one to shard a model with them."""
     if dist.is_available() and dist.is_initialized():
-        refuse_to_open(None, error)
+        refuse_to_open(error, run)
 
 
 def _others_are_told(make: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
@@ -62,10 +67,11 @@ def _others_are_told(make: Callable[Concatenate[Any, P], None]) -> Callable[Conc
 
     @functools.wraps(make)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        self._run = next(_RUNS)
         try:
             make(self, *args, **kwargs)
         except BaseException as error:
-            _tell_waiting(error)
+            _tell_waiting(error, self._run)
             raise
 
     return call
@@ -82,6 +88,8 @@ class Runtime:
     worker and the engine's threads own what their modules say.
     """
 
+    _run: int  # see `_RUNS`
+
     @_others_are_told
     def __init__(self, config: TierConfig | Mapping[str, Any] | str | Path) -> None:
         self.config = load_config(config)
@@ -89,7 +97,6 @@ class Runtime:
         self._torn: str | None = None
         self.interrupts = Deferral(self.mark_torn)
         self._closed = False
-        self._met = False  # with other ranks, or has tried to
         self._failed = False  # an exception ended the block; others have been told
         self._pid = os.getpid()
         self.device = _device(self.config)
@@ -162,7 +169,8 @@ class Runtime:
         self.device_plan = plan
         pool: LeasePool
         if self.device.type == "cpu":
-            check_host_budget(plan.budget + self.host.free_bytes)
+            wanted = "device_memory (by default what the model and prefetch_bytes need) and host_memory"
+            check_host_budget(plan.budget + self.host.free_bytes, what=wanted)
             self.device_arena = Arena(
                 plan.budget,
                 tier=Tier.DEVICE,
@@ -189,8 +197,7 @@ class Runtime:
         if group is None and not (dist.is_available() and dist.is_initialized()):
             return single()
         if group not in self._communicators:
-            self._met = True
-            self._communicators[group] = open_communicator(group)
+            self._communicators[group] = open_communicator(group, self._run)
         return self._communicators[group]
 
     @property
@@ -353,8 +360,7 @@ class Runtime:
     def _tell_others(self, error: BaseException) -> None:
         for communicator in self._communicators.values():
             communicator.fail(error)
-        if not self._met:
-            _tell_waiting(error)
+        _tell_waiting(error, self._run)
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True) and os.getpid() == self._pid:

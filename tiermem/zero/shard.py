@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -65,6 +67,7 @@ def shard(
     """
     _check_arguments(model, runtime)
     runtime.check_usable()
+    _check_launch()
     units = plan_units(model, wrap)
     split_over = mesh_of((p.name, p.param) for unit in units for p in unit.params)
     check_apart(split_over, group_of(mesh))
@@ -180,6 +183,17 @@ def _check_arguments(model: object, runtime: object) -> None:
                 f"{name or 'the model'!r} is a ScriptModule ({type(module).__name__}), whose code "
                 f"keeps its own parameters. Remedy: shard the module that it was made from"
             )
+
+
+def _check_launch() -> None:
+    """Raises `StateError` where several processes would train apart without a word."""
+    count = os.environ.get("WORLD_SIZE", "1")
+    if count != "1" and not (dist.is_available() and dist.is_initialized()):
+        raise StateError(
+            f"WORLD_SIZE is {count}, but torch.distributed is not initialized: each process would "
+            f"train a model of its own. Remedy: torch.distributed.init_process_group('gloo') before "
+            f"shard(); if that is what you want, unset WORLD_SIZE"
+        )
 
 
 def _check_beside_others(runtime: Runtime, plan: DevicePlan) -> None:

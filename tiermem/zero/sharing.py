@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from tiermem.comm import Communicator, Exchange, Message
+from tiermem.types import ALIGNMENT
 from tiermem.zero.layout import GroupLayout, RegionLayout, Span
 
 PATIENCE_S = 0.5
@@ -115,10 +116,11 @@ def share_out(
 ) -> list[Exchange]:
     """Starts giving this rank's shard of ``whole`` (1-D, padded like its region) to all others and
     taking theirs, in place: an all-gather, of at most ``most_numel`` elements of all ranks at a
-    time."""
+    time, but of 4096 bytes of each at least."""
     comm = sharing.comm
     numel = whole.numel() // comm.size
-    step = numel if most_numel is None else max(1, most_numel // comm.size)
+    unit = ALIGNMENT // whole.element_size()
+    step = numel if most_numel is None else max(unit, most_numel // comm.size // unit * unit)
     exchanges = []
     for start in range(0, numel, step):
         stop = min(start + step, numel)

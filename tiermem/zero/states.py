@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator
 
 import torch
 
-from tiermem.comm import Kind
+from tiermem.comm import MAX_INDEX, Kind, Message
 from tiermem.errors import StateError
 from tiermem.memory.lease import tensor_over
 from tiermem.types import ALIGNMENT, Field, round_up
@@ -31,7 +32,7 @@ class StateAccess:
             for part, position in self._parts(region, name, param, write=False):
                 result[position : position + part.numel()] = part
             if region.owned.numel < region.layout.numel:
-                collect(param, result)
+                collect(param, result, name.value)
         return param.wrap(result.as_strided(spec.shape, spec.stride))
 
     def write(self, region: Region, name: Field, param: ShardedParam, value: torch.Tensor) -> None:
@@ -131,9 +132,9 @@ def _fill(destination: torch.Tensor, values: torch.Tensor | None, first: int) ->
         destination[: part.numel()].copy_(part)
 
 
-def collect(param: ShardedParam, values: torch.Tensor) -> None:
+def collect(param: ShardedParam, values: torch.Tensor, what: str) -> None:
     """Fills in, from the ranks that own them, what is not this rank's of ``values``, one for each
-    element of ``param`` in memory order. All ranks call it."""
+    element of ``param`` in memory order. All ranks call it, for the same ``what``."""
     group, segment = param.group, param.segment
     group.runtime.gather.shares.start_owed()
     comm = group.sharing.comm
@@ -143,4 +144,7 @@ def collect(param: ShardedParam, values: torch.Tensor) -> None:
         theirs = region.layout.shard(rank, comm.size).meet(segment.start, segment.stop)
         parts.append(values[theirs.start - segment.start : theirs.stop - segment.start])
     mine = parts[comm.rank]
-    comm.exchange(group.message(Kind.SETUP, region), [mine] * comm.size, parts).wait()
+    # Another message for everything that may be read: ranks that read in another order disagree.
+    number = zlib.crc32(f"{what} {param.name} {group.updates}".encode()) & MAX_INDEX
+    message = Message(Kind.WHOLE, number, f"{param.name} ({what})", group.updates)
+    comm.exchange(message, [mine] * comm.size, parts).wait()
