@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
 
@@ -21,7 +21,8 @@ from tiermem.comm import compat
 from tiermem.comm.activity import Activity
 from tiermem.comm.board import Board, Departure
 from tiermem.comm.exchange import Exchange
-from tiermem.comm.link import Link
+from tiermem.comm.link import Link, describe_error
+from tiermem.comm.meeting import OPEN_S, meet
 from tiermem.comm.messages import MAX_INDEX, Kind, Message
 from tiermem.comm.stats import CommStats
 from tiermem.comm.watch import Watch
@@ -29,7 +30,6 @@ from tiermem.errors import RankError, StateError
 
 logger = logging.getLogger(__name__)
 
-_OPEN_S = 300  # for all ranks to come
 _CLOSE_S = 6.0  # for all ranks to close, or to learn of a failure
 _POLL_S = 0.02
 
@@ -121,7 +121,7 @@ class Communicator:
             if isinstance(error, RankError):
                 self._said = self._link.activity.failure or str(error)
             else:
-                self._said = _describe(error)
+                self._said = describe_error(error)
         if isinstance(error, RankError):
             self._tell(self._said)
         else:
@@ -231,10 +231,6 @@ class Communicator:
             time.sleep(_POLL_S)
 
 
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
 def _farewell(link: Link, watch: Watch | None, process: int) -> None:
     """The process ends, or the communicator was dropped, without close()."""
     if os.getpid() != process:  # a forked child, which is no rank
@@ -243,7 +239,7 @@ def _farewell(link: Link, watch: Watch | None, process: int) -> None:
         watch.stop()
     if link.board is not None:
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        said = "" if error is None else _describe(error)
+        said = "" if error is None else describe_error(error)
         with contextlib.suppress(Exception):
             link.board.leave(Departure("ended", said, *link.activity.summary()))
     link.transport = None
@@ -268,13 +264,13 @@ def open_communicator(group: dist.ProcessGroup | None, run: int = 0) -> Communic
     if size == 1:
         return single()
     names = _names_of(group)
-    store, number = _meet(group, names, run)
+    store, number = meet(group, names, run)
     try:
-        transport = compat.open_gloo(store, rank, size, timedelta(seconds=_OPEN_S))
+        transport = compat.open_gloo(store, rank, size, timedelta(seconds=OPEN_S))
     except RuntimeError as error:
         raise RankError(
             f"{names[rank]}: {', '.join(names.values())} did not all open communicator {number} of "
-            f"their group within {_OPEN_S} s: all ranks must make the same runtimes; {error}"
+            f"their group within {OPEN_S} s: all ranks must make the same runtimes; {error}"
         ) from error
     link = Link(rank, size, names, Activity(), Board(store, rank), transport)
     watch = Watch(link)
@@ -282,65 +278,5 @@ def open_communicator(group: dist.ProcessGroup | None, run: int = 0) -> Communic
     return Communicator(link, watch)
 
 
-def refuse_to_open(error: BaseException, run: int = 0) -> None:
-    """Tells the ranks that open, or will open, a communicator with this one for ``run`` why it will
-    not. Raises nothing."""
-    world = dist.group.WORLD
-    if world is None or world.size() == 1:
-        return
-    with contextlib.suppress(RuntimeError):  # the store is gone
-        said = f"rank {world.rank()} failed: {_describe(error)}; see its own output"
-        _refusals(world, run).refuse(said)
-
-
-def _refusals(world: dist.ProcessGroup, run: int) -> Board:
-    store = compat.store_below(compat.group_store(world), f"tiermem/run/{run}")
-    return Board(store, world.rank())
-
-
 def _names_of(group: dist.ProcessGroup) -> dict[int, str]:
     return {at: f"rank {each}" for at, each in enumerate(dist.get_process_group_ranks(group))}
-
-
-def _meet(group: dist.ProcessGroup, names: Mapping[int, str], run: int) -> tuple[compat.Store, int]:
-    """Waits until all ranks open the communicator, or one says that it will not. Where they have met,
-    and its number.
-
-    The group's first rank calls all others to a new place, each time, and says when all are there; they
-    come to the newest. So ranks meet also after some have failed to, whichever these were. What was
-    refused is looked at before one comes: a rank that has failed calls, or comes, for a later run."""
-    assert dist.group.WORLD is not None
-    refusals, rank = _refusals(dist.group.WORLD, run), group.rank()
-    members = dist.get_process_group_ranks(group)
-    calls = compat.group_store(group)
-    latest = calls.add(f"tiermem/met/{rank}", 0)
-    if rank == 0:
-        latest = calls.add("tiermem/called", 1) - 1
-    board: Board | None = None
-    end = time.monotonic() + _OPEN_S
-    try:
-        while True:
-            number = calls.add("tiermem/called", 0)
-            for failure in filter(None, map(refusals.refusal, members)):
-                raise RankError(f"{failure} ({names[rank]} was opening a communicator with it)")
-            if number > latest:
-                store, latest = compat.store_below(calls, f"tiermem/{number}"), number
-                board = Board(store, rank)
-                board.arrive()
-            missing = [name for at, name in names.items() if board is None or not board.is_here(at)]
-            if rank == 0 and board is not None and not missing:
-                board.call_complete()
-            if board is not None and board.is_complete():
-                calls.add(f"tiermem/met/{rank}", number - calls.add(f"tiermem/met/{rank}", 0))
-                return store, number
-            if time.monotonic() > end:
-                raise RankError(
-                    f"{', '.join(missing)} did not open a communicator within {_OPEN_S} s, while "
-                    f"{names[rank]} waited: all ranks must make the same runtimes and shard the same "
-                    f"models"
-                )
-            time.sleep(_POLL_S)
-    except BaseException:
-        if board is not None:
-            board.withdraw()
-        raise

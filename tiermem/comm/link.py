@@ -108,3 +108,8 @@ def describe_departure(peer: str, departure: Departure | None, error: Exception 
             "a with statement, or close() it"
         )
     return f"{peer} failed {after}{said}; see its own output"
+
+
+def describe_error(error: BaseException) -> str:
+    """As other ranks are told of it."""
+    return f"{type(error).__name__}: {error}"
