@@ -9,9 +9,9 @@ group is used, updated, or given up. Nothing is committed across an optimizer st
 it out of date.
 
 Room for what is committed is taken in the order of commitment, and before a use takes room for
-anything else. For where memory is in pieces a rank waits for exchanges that are under way, to move
-leases: those are then of groups that every other rank has room for by the time it waits itself, so
-that it can begin them.
+anything else: so in one order on all ranks. Where memory is in pieces a rank may have to wait for an
+exchange that is under way before it can move that lease; then every other rank has room for this group
+by the time that it waits itself, and can begin the exchange. So nobody waits in a circle.
 """
 
 from __future__ import annotations
