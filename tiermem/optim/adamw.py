@@ -19,9 +19,10 @@ from tiermem.types import Field
 from tiermem.zero import compat
 from tiermem.zero.access import full_master, set_full_master
 from tiermem.zero.attach import attach_optimizer
-from tiermem.zero.group import ParamGroup, ShardedParam
+from tiermem.zero.group import ParamGroup
 from tiermem.zero.group_gradient import GroupGradient, flatten_like
 from tiermem.zero.interrupts import uninterrupted
+from tiermem.zero.param import ShardedParam
 from tiermem.zero.placeholder import Placeholder
 from tiermem.zero.runtime import Runtime
 from tiermem.zero.update import PendingUpdate

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 
 from tiermem.comm import Communicator
-from tiermem.zero.group import ParamGroup, ShardedParam
+from tiermem.zero.group import ParamGroup
+from tiermem.zero.param import ShardedParam
 
 Counts = Callable[[ShardedParam], bool]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tiermem.errors import ConfigError
-from tiermem.zero.group import ShardedParam
+from tiermem.zero.param import ShardedParam
 
 
 class OptionIndex:

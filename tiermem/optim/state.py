@@ -8,7 +8,7 @@ from typing import Any
 
 from tiermem.errors import StateError
 from tiermem.types import Field
-from tiermem.zero.group import ShardedParam
+from tiermem.zero.param import ShardedParam
 
 Loader = Callable[[], Any]
 

@@ -9,9 +9,10 @@ import torch
 
 from tiermem.errors import StateError
 from tiermem.types import Field
-from tiermem.zero.group import ParamGroup, ShardedParam
+from tiermem.zero.group import ParamGroup
 from tiermem.zero.group_gradient import flatten_like
 from tiermem.zero.masters import store_master
+from tiermem.zero.param import ShardedParam
 from tiermem.zero.placeholder import Placeholder
 from tiermem.zero.states import collect
 

@@ -23,8 +23,9 @@ import torch
 
 from tiermem.errors import StateError
 from tiermem.zero import compat
-from tiermem.zero.group import ParamGroup, ShardedParam
+from tiermem.zero.group import ParamGroup
 from tiermem.zero.interrupts import uninterrupted
+from tiermem.zero.param import ShardedParam
 from tiermem.zero.split import Split
 
 if TYPE_CHECKING:

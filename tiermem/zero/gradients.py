@@ -34,7 +34,8 @@ from tiermem.zero.group_gradient import GroupGradient, flatten_like, gradient_by
 from tiermem.zero.layout import Span
 
 if TYPE_CHECKING:
-    from tiermem.zero.group import ParamGroup, ShardedParam
+    from tiermem.zero.group import ParamGroup
+    from tiermem.zero.param import ShardedParam
 
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""`ParamGroup`: the unit of gather, and `ShardedParam`, one parameter in it.
+"""`ParamGroup`: the unit of gather.
 
 [Note: swapping] While a group is sharded, each module slot that held one of its parameters holds
 the `Placeholder`, and the real parameter's data is a one-element NaN tensor expanded to the true
@@ -19,36 +19,26 @@ is current; only then may anybody compute with it.
 that is part of its tag. So a rank that alone asks for a group before a step, say to print a parameter,
 and the others, who next need the group after the step, never take each other's shards of two different
 steps for one: the ranks are found to disagree.
-
-[Note: held parameters] Some code keeps the real parameter object itself beyond its forward:
-torch.utils.checkpoint keeps frozen weights of a recompute, a custom autograd function may stash a
-weight on its context. Such an object must not lose its values under the holder. Every parameter's
-Python reference count is noted when it is adopted; a parameter with more references at reshard
-keeps its view of the lease (which therefore waits) and is detached later, when they are gone.
 """
 
 from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from tiermem.comm import Communicator, Kind, Message
 from tiermem.errors import StateError
 from tiermem.memory.lease import Lease
 from tiermem.store.records import Record
 from tiermem.types import Field
-from tiermem.zero import compat
-from tiermem.zero.holders import num_dead_references
-from tiermem.zero.layout import GroupLayout, ParamSpec, RegionLayout, Segment, Span
-from tiermem.zero.placeholder import GradientStandIn, Placeholder, SplitPlaceholder
+from tiermem.zero.layout import GroupLayout, RegionLayout, Span
+from tiermem.zero.param import ShardedParam, absent
 from tiermem.zero.sharing import Exchanges, Sharing
-from tiermem.zero.split import Split
 
 if TYPE_CHECKING:
     from tiermem.store.store import TieredStore
@@ -72,209 +62,6 @@ _ALLOWED = {
     (ShardedState.UNSHARDED, ShardedState.GATHERING),
     (ShardedState.GATHERING, ShardedState.SHARDED),
 }
-
-
-@dataclass(slots=True)
-class Slot:
-    """A place in a module that names a parameter."""
-
-    module: nn.Module
-    name: str
-
-    def put(self, value: nn.Parameter, instead_of: nn.Parameter) -> bool:
-        """Swaps ``value`` in if the slot holds ``instead_of``; see [Note: swapping]."""
-        parameters = self.module._parameters
-        if parameters.get(self.name) is instead_of:
-            parameters[self.name] = value
-            return True
-        return False
-
-
-class ShardedParam:
-    """One parameter of a group: the real one, its placeholder and the slots that name it."""
-
-    __slots__ = (
-        "_hooks",
-        "_part",
-        "_references",
-        "group",
-        "index",
-        "name",
-        "placeholder",
-        "real",
-        "replicated",
-        "slots",
-        "split",
-        "steps",
-        "version",
-    )
-
-    def __init__(self, group: ParamGroup, index: int, name: str, real: nn.Parameter) -> None:
-        self.group = group
-        self.index = index
-        self.name = name
-        self.real = real
-        self.split = Split.of(real)
-        self._part = None if self.split is None else compat.local_tensor(real)
-        self.slots: list[Slot] = []
-        self.version = 0  # `written` when lease and store last agreed
-        self.steps = 0  # optimizer updates of this parameter
-        self.replicated: tuple[bool, ...] = ()  # over each of ``ParamGroup.across``
-        self._hooks: Any = None
-        self._references = sys.maxsize
-        self.placeholder = (Placeholder if self.split is None else SplitPlaceholder)(self)
-
-    @property
-    def segment(self) -> Segment:
-        return self.group.layout.segments[self.index]
-
-    @property
-    def spec(self) -> ParamSpec:
-        return self.segment.spec
-
-    @property
-    def inner(self) -> torch.Tensor:
-        """The tensor whose memory comes and goes: the real parameter itself, or this rank's part of it
-        where that is ``split``; see [Note: split parameters] (split.py)."""
-        return self.real if self._part is None else self._part
-
-    @property
-    def shape(self) -> torch.Size:
-        """As the user sees it; `spec` has that of this rank's part."""
-        return self.spec.shape if self.split is None else self.split.shape
-
-    @property
-    def stride(self) -> tuple[int, ...]:
-        return self.spec.stride if self.split is None else self.split.stride
-
-    def part_of(self, value: torch.Tensor) -> torch.Tensor:
-        """What of ``value``, a tensor of the parameter's shape, belongs to ``inner``."""
-        return value if self.split is None else self.split.part_of(value)
-
-    def wrap(self, part: torch.Tensor) -> torch.Tensor:
-        """A tensor of the parameter's shape, of which ``part`` belongs to ``inner``."""
-        return part if self.split is None else self.split.wrap(part)
-
-    @property
-    def written(self) -> int:
-        """Changes whenever the values are written in a way that torch counts."""
-        version = self.real._version
-        return version if self._part is None else version + self._part._version
-
-    @property
-    def reduced(self) -> Span:
-        """The elements, counted from the parameter's first, whose gradients this rank reduces."""
-        segment = self.segment
-        mine = self.group.regions[segment.region].shard.meet(segment.start, segment.stop)
-        return Span(mine.start - segment.start, mine.stop - segment.start)
-
-    @property
-    def num_references(self) -> int:
-        """References to the real parameter beside ours, right after it was taken over."""
-        return sys.getrefcount(self.real) - 2  # our attribute's and the argument's
-
-    def note_references(self) -> None:
-        """Takes the present reference count as that of nobody but us."""
-        self._references = sys.getrefcount(self.real)
-
-    @property
-    def held(self) -> bool:
-        """Whether somebody else keeps the real parameter; see [Note: held parameters]. While a
-        graph is alive, autograd's accumulator of a trainable parameter counts as one more."""
-        return self._others > 0
-
-    @property
-    def _others(self) -> int:
-        return sys.getrefcount(self.real) - self._references - self.real.requires_grad
-
-    @property
-    def held_by_dead_code(self) -> bool:
-        """Whether all others that keep it are tracebacks; slow, see [Note: kept exceptions]."""
-        return self._others <= num_dead_references(self.real)
-
-    def listen(self) -> None:
-        """(Re-)registers our accumulation hook as the last one, so that users' see the gradient.
-        torch takes hooks on parameters with ``requires_grad`` only."""
-        self.stop_listening()
-        if not self.real.requires_grad:
-            return
-        backward = self.group.runtime.backward
-
-        def accumulated(leaf: torch.Tensor) -> None:
-            with compat.disable_torch_function():
-                gradient, leaf.grad = leaf.grad, None
-            del leaf  # the traceback of an error must not keep it
-            if gradient is not None:
-                backward.on_gradient(self, gradient)
-
-        with compat.disable_torch_function():
-            self._hooks = [
-                torch.Tensor.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    leaf, accumulated
-                )
-                for leaf in (self.real, self.placeholder)
-            ]
-
-    def stop_listening(self) -> None:
-        """Removes our hook. torch's garbage collection does not look into such hooks, so one that
-        stays keeps parameter and runtime alive for ever."""
-        for hook in self._hooks or ():
-            hook.remove()
-        self._hooks = None
-
-    # ---- ParamHandle (see placeholder.py)
-
-    def call(self, function: Callable[..., Any], args: Any, kwargs: Any, params: Iterable[Any]) -> Any:
-        return self.group.runtime.forward.faulted_call(
-            function, args, kwargs, list(dict.fromkeys(p.group for p in params))
-        )
-
-    def get_grad(self) -> torch.Tensor | None:
-        if self.real.grad is not None:
-            return self.real.grad
-        if not any(
-            own is not None and self.index in own.present
-            for own in (self.group.gradient, self.group.partial)
-        ):
-            return None
-        with compat.disable_torch_function():
-            return GradientStandIn(self)
-
-    def set_grad(self, value: torch.Tensor | None) -> None:
-        self.real.grad = None
-        if isinstance(value, GradientStandIn):
-            own = self.group.gradient
-            if value.stands_for(self) and own is not None and self.index in own.present:
-                return  # what it is already
-            raise StateError(
-                f"the gradient that is assigned to {self.name!r} has left for its tier and has no "
-                f"values here. Remedy: assign a copy, tiermem.full_grad(param), made while it was there"
-            )
-        with self.group.runtime.interrupts:
-            self.group.runtime.gradients.replace(self, value)
-
-    def get_data(self) -> torch.Tensor:
-        if self.group.state is ShardedState.UNSHARDED and self.group.runtime.forward.gathered_depth:
-            return self.real.data
-        raise StateError(
-            f".data of {self.name!r} is not here: the parameter is sharded. Remedy: "
-            f"with tiermem.gathered(params, modify=True): ..."
-        )
-
-    def set_requires_grad(self, value: bool) -> None:
-        if value and not self.group.regions[self.segment.region].trainable:
-            with self.group.runtime.interrupts:
-                self.group.runtime.updates.make_trainable(self)
-        self.real.requires_grad_(value)
-        with compat.disable_torch_function():
-            torch.Tensor.requires_grad_(self.placeholder, value)
-        if self._hooks is None:
-            self.listen()
-
-    def add_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
-        handle = self.real.register_post_accumulate_grad_hook(hook)
-        self.listen()
-        return handle
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,6 +194,11 @@ class ParamGroup:
         return sum(segment.numel for segment in self.layout.segments)
 
     @property
+    def unsharded(self) -> bool:
+        """Whether its real parameters are in their slots."""
+        return self.state is ShardedState.UNSHARDED
+
+    @property
     def sharded(self) -> bool:
         """Whether its parameters come from several ranks at each gather."""
         return self.sharing.sharded
@@ -503,9 +295,3 @@ class ParamGroup:
             self.written.update(dict.fromkeys(changed))
             for param in changed:
                 param.version = param.written
-
-
-def absent(spec: ParamSpec, device: torch.device) -> torch.Tensor:
-    """The stand-in for the data of a sharded parameter: NaN (0 for integers), true shape."""
-    value = float("nan") if spec.dtype.is_floating_point or spec.dtype.is_complex else 0
-    return torch.full((), value, dtype=spec.dtype, device=device).expand(spec.shape)

@@ -13,7 +13,8 @@ from tiermem.types import round_up
 from tiermem.zero.layout import Span
 
 if TYPE_CHECKING:
-    from tiermem.zero.group import ParamGroup, Region, ShardedParam
+    from tiermem.zero.group import ParamGroup, Region
+    from tiermem.zero.param import ShardedParam
 
 
 @dataclass(slots=True, eq=False)

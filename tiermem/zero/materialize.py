@@ -20,9 +20,10 @@ from tiermem.memory.lease import tensor_over
 from tiermem.memory.trim import return_freed_memory
 from tiermem.types import Field, Purpose, round_up
 from tiermem.zero import compat
-from tiermem.zero.group import ParamGroup, Region, ShardedParam, absent
+from tiermem.zero.group import ParamGroup, Region
 from tiermem.zero.group_gradient import flatten_like
 from tiermem.zero.masters import master_state, store_master
+from tiermem.zero.param import ShardedParam, absent
 from tiermem.zero.placeholder import Placeholder
 from tiermem.zero.runtime import Runtime
 from tiermem.zero.split import Split

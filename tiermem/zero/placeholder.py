@@ -23,7 +23,7 @@ from tiermem.zero.split import Split
 
 
 class ParamHandle(Protocol):
-    """What a placeholder knows of its parameter; `tiermem.zero.group.ShardedParam`."""
+    """What a placeholder knows of its parameter; `tiermem.zero.param.ShardedParam`."""
 
     name: str
     real: nn.Parameter

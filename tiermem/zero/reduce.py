@@ -44,7 +44,8 @@ from tiermem.zero.layout import Span
 from tiermem.zero.sharing import PATIENCE_S, share_out
 
 if TYPE_CHECKING:
-    from tiermem.zero.group import ParamGroup, Region, ShardedParam
+    from tiermem.zero.group import ParamGroup, Region
+    from tiermem.zero.param import ShardedParam
     from tiermem.zero.runtime import Runtime
 
 _BUCKETS_AT_ONCE = 2

@@ -37,8 +37,9 @@ from tiermem.zero.backward import BackwardTracker
 from tiermem.zero.forward import ForwardTracker
 from tiermem.zero.gather import GatherScheduler
 from tiermem.zero.gradients import GradientStore
-from tiermem.zero.group import ParamGroup, ShardedParam
+from tiermem.zero.group import ParamGroup
 from tiermem.zero.interrupts import Deferral
+from tiermem.zero.param import ShardedParam
 from tiermem.zero.placeholder import Placeholder
 from tiermem.zero.reduce import GradientReducer
 from tiermem.zero.states import StateAccess

@@ -11,7 +11,8 @@ from tiermem.comm import MAX_INDEX, Kind, Message
 from tiermem.errors import StateError
 from tiermem.memory.lease import tensor_over
 from tiermem.types import ALIGNMENT, Field, round_up
-from tiermem.zero.group import Region, ShardedParam, StateRecord
+from tiermem.zero.group import Region, StateRecord
+from tiermem.zero.param import ShardedParam
 from tiermem.zero.update import UpdatePipeline
 
 

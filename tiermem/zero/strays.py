@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from tiermem.zero.group import ParamGroup, ShardedParam
+from tiermem.zero.group import ParamGroup
+from tiermem.zero.param import ShardedParam
 
 
 def warn_of_strays(groups: Mapping[ParamGroup, nn.Module]) -> None:

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from torch import nn
 
 from tiermem.errors import StateError
-from tiermem.zero.group import ShardedParam
+from tiermem.zero.param import ShardedParam
 from tiermem.zero.placeholder import Placeholder
 from tiermem.zero.runtime import Runtime
 

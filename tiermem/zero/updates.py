@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from tiermem.errors import StateError
 from tiermem.zero import compat
-from tiermem.zero.group import ParamGroup, ShardedParam
+from tiermem.zero.group import ParamGroup
+from tiermem.zero.param import ShardedParam
 from tiermem.zero.update import PendingUpdate, UpdateRule
 
 if TYPE_CHECKING:

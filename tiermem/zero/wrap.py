@@ -11,8 +11,8 @@ from torch import nn
 
 from tiermem.errors import ConfigError, StateError
 from tiermem.zero import compat
-from tiermem.zero.group import Slot
 from tiermem.zero.overlap import check_storages
+from tiermem.zero.param import Slot
 from tiermem.zero.placeholder import Placeholder
 from tiermem.zero.split import check_split
 
