@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,3 +94,25 @@ def assert_same(first: Trained, second: Trained) -> None:
         assert np.array_equal(value, second.params[name]), name
     for name, value in first.states.items():
         assert np.array_equal(value, second.states[name]), name
+
+
+def clipped_in_one_process(
+    model: nn.Module, loss_at: Callable[[nn.Module, int], torch.Tensor], clip: float, steps: int
+) -> tuple[dict[str, np.ndarray], list[float]]:
+    """Plain torch on a whole model: parameters after ``steps``, and the norms that were clipped."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    norms = []
+    for step in range(steps):
+        loss_at(model, step).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {n: p.detach().numpy() for n, p in model.named_parameters()}, norms
+
+
+def digest(params: Iterable[torch.Tensor]) -> str:
+    """Of the masters of sharded ``params``. All ranks call it."""
+    result = hashlib.sha256()
+    for param in params:
+        result.update(tiermem.full_master(param).numpy().tobytes())
+    return result.hexdigest()

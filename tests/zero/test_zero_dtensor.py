@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rank_rig import clipped_in_one_process
 from ranks import run_ranks
 from torch import distributed as dist
 from torch import nn
@@ -114,17 +115,9 @@ def train(
     return losses, norms
 
 
-def reference(clip: float, steps: int) -> tuple[dict[str, np.ndarray], list[float]]:
-    """One process, the whole model, the batches of both data-parallel ranks."""
-    model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    norms = []
-    for step in range(steps):
-        loss_of(model, torch.cat([data(0, step), data(1, step)])).backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return {n: p.detach().numpy() for n, p in model.named_parameters()}, norms
+def loss_at(model: nn.Module, step: int) -> torch.Tensor:
+    """On the batches of both data-parallel ranks."""
+    return loss_of(model, torch.cat([data(0, step), data(1, step)]))
 
 
 def clipped(rank: int, size: int, stage: int, clip: float, steps: int) -> Any:
@@ -144,7 +137,7 @@ def clipped(rank: int, size: int, stage: int, clip: float, steps: int) -> Any:
 def test_clipping_over_both_dimensions(stage: int) -> None:
     """The whole model's norms and parameters, to rounding: sums are made in another order."""
     clip, steps = 0.05, 4
-    expected, norms = reference(clip, steps)
+    expected, norms = clipped_in_one_process(build(), loss_at, clip, steps)
     results = run_ranks(clipped, 4, stage, clip, steps, timeout_s=100)
     assert min(norms) > clip
     for params, found in results:
@@ -314,6 +307,27 @@ def three_dimensions(rank: int, size: int) -> tuple[float, float]:
 
 def test_norm_over_pipeline_and_tensor_parallel_ranks() -> None:
     for found, expected in run_ranks(three_dimensions, 4, timeout_s=100):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def split_twice(rank: int, size: int) -> tuple[float, float]:
+    """DTensors, and ordinary parameters that are split by hand over the same mesh."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(8), nn.Linear(32, 16))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    with tiermem.Runtime(CONFIG) as runtime:
+        once = ["1.weight", "1.bias"]
+        tiermem.shard(model, runtime, mesh=mesh["dp"], model_mesh=mesh["tp"], replicated=once)
+        optimizer = tiermem.optim.AdamW(model.parameters())
+        for param in model.parameters():
+            param.grad = torch.full(param.shape, 2.0)
+        numel = 64 * 33 + 2 * 8 + 2 * 16 * 33  # each rank has 16 rows of the last layer
+        return optimizer.clip_grad_norm_(1.0).item(), 2.0 * numel**0.5
+
+
+def test_norm_where_other_parameters_are_split_over_the_same_mesh() -> None:
+    for found, expected in run_ranks(split_twice, 2):
         assert found == pytest.approx(expected, rel=1e-6)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rank_rig import clipped_in_one_process
 from ranks import run_ranks
 from torch import distributed as dist
 from torch import nn
@@ -92,17 +93,9 @@ def whole(parts: list[np.ndarray], name: str) -> np.ndarray:
     return np.concatenate(parts, 1 if name.endswith("down.weight") else 0)
 
 
-def reference(clip: float, steps: int) -> tuple[dict[str, np.ndarray], list[float]]:
-    """One process, the whole model, the batches of both ranks of the first dimension."""
-    model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    norms = []
-    for step in range(steps):
-        model(torch.cat([data(0, step), data(1, step)])).square().mean().backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return {n: p.detach().numpy() for n, p in model.named_parameters()}, norms
+def loss_at(model: nn.Module, step: int) -> torch.Tensor:
+    """On the batches of both ranks of the first dimension."""
+    return model(torch.cat([data(0, step), data(1, step)])).square().mean()
 
 
 def split_by_hand(rank: int, size: int, stage: int, clip: float, steps: int) -> Any:
@@ -129,7 +122,7 @@ def split_by_hand(rank: int, size: int, stage: int, clip: float, steps: int) -> 
 def test_a_model_split_by_hand(stage: int) -> None:
     """The unsharded model's norms and parameters, to rounding: sums are made in another order."""
     clip, steps = 0.05, 4
-    expected, norms = reference(clip, steps)
+    expected, norms = clipped_in_one_process(build(), loss_at, clip, steps)
     results = run_ranks(split_by_hand, 4, stage, clip, steps, timeout_s=100)
     assert all(each[3] == results[0][3] for each in results)  # the same factor on all ranks
     np.testing.assert_allclose(results[0][3], norms, rtol=1e-5)

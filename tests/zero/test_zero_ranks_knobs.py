@@ -20,6 +20,7 @@ NUMEL = WIDTH * WIDTH  # of a group
 NBYTES = 2 * NUMEL
 FEW, MORE = 3, 5  # steps
 
+BASE = {"persistence_threshold_numel": 0, "host_memory": "64MiB", "device": "cpu"}
 WIDE = {"device_memory": 20 * NBYTES, "prefetch_bytes": 0}
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -56,8 +57,7 @@ def build(width: int = WIDTH, linears: int = 1) -> nn.Module:
 
 def train(config: dict[str, Any], steps: int, rank: int) -> tuple[Any, int, int]:
     model, live = build(), [0]
-    base = {"persistence_threshold_numel": 0, "host_memory": "64MiB", "device": "cpu"}
-    with tiermem.Runtime({**base, **config}) as runtime:
+    with tiermem.Runtime({**BASE, **config}) as runtime:
         tiermem.shard(model, runtime)
 
         def look(*_: Any) -> None:
@@ -157,14 +157,8 @@ def accumulate(rank: int, size: int) -> list[int]:
     found = []
     for contiguous in (True, False):
         model = build(linears=3)
-        config = {
-            "stage": 2,
-            "persistence_threshold_numel": 0,
-            "host_memory": "64MiB",
-            "device": "cpu",
-            "contiguous_gradients": contiguous,
-        }
-        with tiermem.Runtime(config) as runtime:
+        config = {"stage": 2, "contiguous_gradients": contiguous}
+        with tiermem.Runtime({**BASE, **config}) as runtime:
             tiermem.shard(model, runtime)
             tiermem.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -190,9 +184,8 @@ def step_and_drain(rank: int, size: int) -> list[list[float]]:
     for drains in (True, False):
         model = build()
         config = {"device_memory": 4 * NBYTES, "prefetch_bytes": 3 * NBYTES, "max_reuse_numel": 0}
-        base = {"persistence_threshold_numel": 0, "host_memory": "64MiB", "device": "cpu"}
         losses.append([])
-        with tiermem.Runtime({**base, **config}) as runtime:
+        with tiermem.Runtime({**BASE, **config}) as runtime:
             tiermem.shard(model, runtime)
             optimizer = tiermem.optim.AdamW(model.parameters(), lr=1e-2)
             for _ in range(5):

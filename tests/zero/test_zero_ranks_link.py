@@ -23,7 +23,7 @@ LINK_BYTES_PER_S = 50_000_000  # of both ranks together
 GATHER_S = NBYTES / LINK_BYTES_PER_S  # both ranks send half of it
 
 
-def ip(*arguments: str) -> bool:
+def succeeds(*arguments: str) -> bool:
     return subprocess.run(arguments, capture_output=True, check=False).returncode == 0
 
 
@@ -31,19 +31,19 @@ def ip(*arguments: str) -> bool:
 def slow_link() -> Iterator[str]:
     """A network namespace in which loopback has that rate."""
     name = f"tiermem-link-{os.getpid()}"
-    if os.geteuid() != 0 or shutil.which("tc") is None or not ip("ip", "netns", "add", name):
+    if os.geteuid() != 0 or shutil.which("tc") is None or not succeeds("ip", "netns", "add", name):
         pytest.skip("needs root, and network namespaces with tc (iproute2)")
     try:
         inside = ("ip", "netns", "exec", name)
         rate = f"{8 * LINK_BYTES_PER_S}bit"
         limit = ("tbf", "rate", rate, "burst", "128kb", "latency", "1s")
-        if not ip(*inside, "ip", "link", "set", "lo", "up") or not ip(
+        if not succeeds(*inside, "ip", "link", "set", "lo", "up") or not succeeds(
             *inside, "tc", "qdisc", "add", "dev", "lo", "root", *limit
         ):
             pytest.skip("the kernel has no token bucket filter (sch_tbf)")
         yield name
     finally:
-        ip("ip", "netns", "del", name)
+        succeeds("ip", "netns", "del", name)
 
 
 class _Compute(torch.autograd.Function):

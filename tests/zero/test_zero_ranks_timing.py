@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import time
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_rig import WIDTH, Trained, assert_same, batch, build, train
+from rank_rig import WIDTH, Trained, assert_same, batch, build, digest, train
 from ranks import run_ranks
 from torch import nn
 
@@ -80,7 +79,6 @@ def shard_another_between_steps(rank: int, size: int, path: str) -> list[str]:
     for seed in range(6):
         source.seed(1000 * seed + rank)
         config = {**BASE, **nvme(path), "sub_group_numel": 4096, "device_memory": 220 << 10}
-        digest = hashlib.sha256()
         with delays(source), tiermem.Runtime(config) as runtime:
             first = tiermem.shard(build(), runtime)
             one = tiermem.optim.AdamW(first.parameters(), lr=1e-2)
@@ -96,15 +94,13 @@ def shard_another_between_steps(rank: int, size: int, path: str) -> list[str]:
                 for optimizer in (one, two):
                     optimizer.step()
                     optimizer.zero_grad()
-            for p in (*first.parameters(), *second.parameters()):
-                digest.update(tiermem.full_master(p).numpy().tobytes())
-        digests.append(digest.hexdigest())
+            digests.append(digest((*first.parameters(), *second.parameters())))
     return digests
 
 
 def test_a_second_model_between_steps(tmp_path: Path) -> None:
     found = run_ranks(shard_another_between_steps, 2, str(tmp_path), timeout_s=200)
-    assert len({digest for digests in found for digest in digests}) == 1
+    assert len({each for digests in found for each in digests}) == 1
 
 
 @pytest.mark.parametrize(
@@ -149,10 +145,7 @@ def digest_of_branches(rank: int, seed: int, config: dict[str, Any], drains: boo
             optimizer.zero_grad()
             if drains and step % 2:
                 runtime.drain()
-        digest = hashlib.sha256()
-        for p in model.parameters():
-            digest.update(tiermem.full_master(p).numpy().tobytes())
-    return digest.hexdigest()
+        return digest(model.parameters())
 
 
 def take_branches(rank: int, size: int, seeds: range, path: str) -> list[tuple[str, str]]:

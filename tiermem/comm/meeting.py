@@ -46,15 +46,15 @@ def meet(group: dist.ProcessGroup, names: Mapping[int, str], run: int) -> tuple[
     refusals, rank = _refusals(dist.group.WORLD, run), group.rank()
     members = dist.get_process_group_ranks(group)
     calls = compat.group_store(group)
-    latest = calls.add(f"tiermem/met/{rank}", 0)
-    if rank == 0:
-        latest = calls.add("tiermem/called", 1) - 1
+    met = f"tiermem/met/{rank}"
+    latest = calls.add("tiermem/called", 1) - 1 if rank == 0 else calls.add(met, 0)
     board: Board | None = None
     end = time.monotonic() + OPEN_S
     try:
         while True:
             number = calls.add("tiermem/called", 0)
-            for failure in filter(None, map(refusals.refusal, members)):
+            failure = next(filter(None, map(refusals.refusal, members)), None)
+            if failure is not None:
                 raise RankError(f"{failure} ({names[rank]} was opening a communicator with it)")
             if number > latest:
                 store, latest = compat.store_below(calls, f"tiermem/{number}"), number
@@ -64,7 +64,7 @@ def meet(group: dist.ProcessGroup, names: Mapping[int, str], run: int) -> tuple[
             if rank == 0 and board is not None and not missing:
                 board.call_complete()
             if board is not None and board.is_complete():
-                calls.add(f"tiermem/met/{rank}", number - calls.add(f"tiermem/met/{rank}", 0))
+                calls.set(met, str(number))
                 return store, number
             if time.monotonic() > end:
                 raise RankError(

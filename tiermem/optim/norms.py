@@ -21,14 +21,16 @@ from tiermem.zero.group import ParamGroup
 from tiermem.zero.param import ShardedParam
 
 Counts = Callable[[ShardedParam], bool]
+Among = tuple[Communicator, tuple[Communicator, ...]]
+"""The ranks that share out states, and those of each other dimension that the model is split over."""
 
 
 def sum_of_squares(groups: Iterable[ParamGroup], counts: Counts) -> float:
     """Of all gradients of ``groups`` as they are scaled now, but those of parameters that do not
     count; not finite if one is not. Over several ranks one exchange of a number for each
-    communicator, and one more for each other dimension that models are split over; see
-    [Note: split models]."""
-    kinds: dict[tuple[Communicator, tuple[Communicator, ...]], dict[tuple[bool, ...], list[float]]] = {}
+    communicator; where models are split over other dimensions, of two numbers for one of them, four for
+    two, and one more exchange over each; see [Note: split models]."""
+    kinds: dict[Among, dict[tuple[bool, ...], list[float]]] = {}
     for group in groups:
         among = (group.sharing.comm, group.across)
         if among not in kinds:  # every kind of parameter, also those that only other ranks have
@@ -61,7 +63,7 @@ def _over_ranks(comm: Communicator, totals: list[float]) -> list[float]:
 
 def not_finite(groups: Iterable[ParamGroup], counts: Counts) -> list[str]:
     """Names of the parameters whose gradients are not finite on some rank. All ranks call it."""
-    kinds: dict[tuple[Communicator, tuple[Communicator, ...]], list[str]] = {}
+    kinds: dict[Among, list[str]] = {}
     for group in groups:
         bad = kinds.setdefault((group.sharing.comm, group.across), [])
         for param in _present(group, counts):

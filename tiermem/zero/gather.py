@@ -148,12 +148,12 @@ class GatherScheduler:
                 return False
             if demand and group.sharded:
                 self.shares.take_room(before=group)
-                if not group.committed:
+                if group not in self.shares.committed:
                     self.room.make_way(group)
             lease = self.room.obtain(group, demand=demand)
             if lease is None:
                 return False
-            group.ahead = group.committed or not demand
+            group.ahead = group in self.shares.committed or not demand
             self._start_read(group, lease, demand=demand)
         if group.pending is not None and group.job is None:
             self._start_update(group)
@@ -450,7 +450,7 @@ class GatherScheduler:
                     break
             self.ready(group)
             if group.sharded:  # it has room only until the next one needs it
-                group.ahead = group.committed
+                group.ahead = group in self.shares.committed
         for group in among:
             group.owed = False
         if owed:
@@ -460,7 +460,7 @@ class GatherScheduler:
         """Which updates had been applied before differs from rank to rank; what lies in device memory
         must not (see [Note: deterministic room])."""
         for group in self.groups:
-            pinned = group.committed or self._runtime.backward.pins(group)
+            pinned = group in self.shares.committed or self._runtime.backward.pins(group)
             if group.sharded and is_idle(group) and not pinned:
                 self.drop(group)
 
@@ -478,11 +478,10 @@ class GatherScheduler:
                     self._pipeline.wait(job)
                 elif group.transfer is not None:
                     group.transfer.wait()
-            except StateError as error:
-                if not self._runtime.torn:  # else it met what is undefined since then
-                    on_error(error)
             except Exception as error:
-                on_error(error)
+                # In a torn run it may have met what is undefined since then.
+                if not (self._runtime.torn and isinstance(error, StateError)):
+                    on_error(error)
             group.transfer = None
         while self._lease_writes:
             self._lease_writes.popleft().complete()  # the store raises what failed

@@ -166,7 +166,6 @@ class ParamGroup:
         self.whole = False  # see [Note: whole leases]
         self.exchange: Exchanges | None = None  # of parameters, with all others; may be over
         self.under_way = False  # ``exchange`` is for the present values
-        self.committed = False  # see [Note: commitments] (shares.py); until it is used
         self.ahead = False  # committed or fetched, and not used since
         self.owed = False  # an update was frozen, and the group not used since
         self.leaving = False  # updated inside backward; gives its lease up when that is done

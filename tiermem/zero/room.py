@@ -153,11 +153,12 @@ class DeviceRoom:
     def _drop_uncommitted(self, wanted: ParamGroup) -> bool:
         """Gives up the group that was fetched ahead and is used last, of those that this rank has not
         promised to exchange; False if there is none."""
+        committed = self._gather.shares.committed
         groups = (g for g in self._runtime.groups if g is not wanted and g.ahead)
         kept = {
             g.index: g
             for g in groups
-            if is_idle(g, or_updating=True) and not (g.committed or g.whole or g.under_way)
+            if is_idle(g, or_updating=True) and not (g in committed or g.whole or g.under_way)
         }
         index = choose_victim(kept.keys(), self._gather.trace.distance())
         if index is None:
@@ -181,8 +182,6 @@ class DeviceRoom:
         shares = self._gather.shares
         if not self._rearrange([group for group in idle if shares.is_over(group)], wanted):
             shares.start_owed(takes_room=False)
-            for group in idle:
-                self._gather.finish_moves(group)
             self._rearrange(idle, wanted)
 
     def _rearrange(self, groups: list[ParamGroup], wanted: ParamGroup) -> bool:

@@ -57,9 +57,9 @@ def shard(
     The model itself may be split over another dimension, by tensor or pipeline parallelism; gradient
     norms, and so clipping and overflow checks, are then those of the whole model. `DTensor` parameters
     (``torch.distributed.tensor.parallel``) tell by themselves: those placed ``Shard`` are split over
-    their mesh, all others are the same on its ranks. What is split in another way needs
-    ``model_mesh``, that dimension, and ``replicated``, the names of the parameters that are the same
-    on all ranks of it and count once.
+    their mesh, all others are the same on its ranks. What is split in another way, ordinary parameters
+    over that same mesh too, needs ``model_mesh``, the dimension, and ``replicated``, the names of the
+    parameters that are the same on all ranks of it and count once.
 
     Raises `BudgetError` (with the smallest budget that works), `TierIOError` (the paths have no room
     for what is to come), `StateError` and `TypeError` before anything is changed; `StateError` also
@@ -149,8 +149,10 @@ def _across(
     result: dict[Communicator, frozenset[str]] = {}
     if split_over is not None:
         splits = {name: Split.of(param) for name, param in params.items()}
-        whole = {name for name, split in splits.items() if split is None or split.replicated}
-        result[runtime.communicator(group_of(split_over))] = frozenset(whole)
+        whole = {name for name, split in splits.items() if split is not None and split.replicated}
+        plain = {name for name, split in splits.items() if split is None}
+        same = given if model_mesh == split_over else plain  # of ordinary parameters
+        result[runtime.communicator(group_of(split_over))] = frozenset(whole | same)
     if model_mesh is not None and model_mesh != split_over:
         result[runtime.communicator(group_of(model_mesh))] = given
     return result

@@ -42,7 +42,7 @@ class SharedShards:
         self._gather = gather
         self._parting: deque[Exchanges] = deque()  # whose groups have been given up
         self._starting = False
-        self._promised: dict[ParamGroup, None] = {}  # what is committed, in order
+        self.committed: dict[ParamGroup, None] = {}  # in order; until their exchange has come to pass
         self.stall_seconds = 0.0
 
     def commit(self, window: Sequence[int], *, next_pass: bool) -> None:
@@ -54,17 +54,16 @@ class SharedShards:
         near = set(self._gather.trace.upcoming(len(groups), next_pass=next_pass))
         for group in (groups[index] for index in window if index in near):
             if not group.sharing.alone and not (group.lease is not None and group.whole):
-                group.committed = group.ahead = True
-                self._promised.setdefault(group)
+                group.ahead = True
+                self.committed.setdefault(group)
 
     def kept(self, group: ParamGroup) -> None:
         """The group's exchange has come to pass."""
-        group.committed = False
-        self._promised.pop(group, None)
+        self.committed.pop(group, None)
 
     def take_room(self, *, before: ParamGroup) -> None:
         """Takes leases for what was committed, up to ``before``."""
-        for group in list(self._promised):
+        for group in list(self.committed):
             if group is before:
                 return
             if group.lease is None:
@@ -72,16 +71,16 @@ class SharedShards:
 
     def committed_beside(self, window: Sequence[int]) -> int:
         """Bytes of device memory for what is committed and not in ``window``. Alike on all ranks."""
-        groups = (g for g in self._runtime.groups if g.committed and g.index not in window)
-        return sum(round_up(group.nbytes) for group in groups if not group.persistent)
+        beside = (g for g in self.committed if g.index not in window)
+        return sum(round_up(group.nbytes) for group in beside if not group.persistent)
 
     def advance(self) -> None:
         """Starts committed exchanges of groups whose shard is at hand."""
-        committed = [g for g in self._runtime.groups if g.committed and not g.under_way]
-        if not committed:
+        waiting = [group for group in self.committed if not group.under_way]
+        if not waiting:
             return
         self._gather.poll()
-        for group in committed:
+        for group in waiting:
             reading = group.transfer is not None and not group.transfer.done()
             updating = group.job is not None or group.pending is not None
             if group.lease is not None and not group.whole and not reading and not updating:
@@ -117,7 +116,7 @@ class SharedShards:
             return
         self._starting = True
         try:
-            for group in dict.fromkeys([*self._promised, *self._runtime.groups]):
+            for group in dict.fromkeys([*self.committed, *self._runtime.groups]):
                 if self._is_owed(group) and (takes_room or group.lease is not None):
                     self._bring(group)
                     self._start(group)
@@ -127,15 +126,17 @@ class SharedShards:
     def _is_owed(self, group: ParamGroup) -> bool:
         if group.whole or group.under_way or group.sharing.alone:
             return False
-        return group.committed or not (group.sharded or group in self._runtime.updates.updated)
+        if group in self.committed:
+            return True
+        return not group.sharded and group not in self._runtime.updates.updated
 
     def _owes(self, wanted: ParamGroup) -> bool:
         """Whether others may wait for this rank while it waits for ``wanted``."""
-        return not wanted.sharded or any(map(self._is_owed, self._runtime.groups))
+        return not wanted.sharded or any(map(self._is_owed, self.committed))
 
     def honour(self, group: ParamGroup) -> None:
         """Sees to what was committed for ``group``, before its values change."""
-        if group.committed:
+        if group in self.committed:
             self._bring(group)
             self.make_whole(group)
             self.kept(group)
