@@ -124,10 +124,26 @@ enum { TM_FLOAT32 = 0, TM_BFLOAT16 = 1, TM_FLOAT16 = 2 };
 
 uint32_t tm_isa_best(void); /* the best this processor and system run */
 
-/* The scalars of one AdamW update, computed by the caller in double and rounded once, as torch's
- * fused implementation does. */
+/* The fp32 parameter of an update in one of three forms, with its gradient. n elements, any
+ * alignment; the gradient is read only.
+ * TM_MASTER_NONE: param is fp32, so is grad; master is not used.
+ * TM_MASTER_SPLIT: param is bf16 (hi), master is int16 (lo), bits(parameter) = ((uint32)hi << 16) + lo,
+ *   rounded to hi with ties away from zero; grad is bf16 or fp32.
+ * TM_MASTER_WHOLE: master is fp32, and param = master rounded to bf16 or fp16: nearest even, every NaN
+ *   the same one; param is not read; grad is of any dtype. */
+enum { TM_MASTER_NONE = 0, TM_MASTER_SPLIT = 1, TM_MASTER_WHOLE = 2 };
 typedef struct {
-  float decay;            /* 1 - lr * weight_decay */
+  void *param;
+  void *master;
+  const void *grad;
+  uint32_t param_dtype, master_form, grad_dtype;
+} tm_weights;
+
+/* The scalars of one update by Adam, computed by the caller in double and rounded once, as torch's
+ * fused implementation does. */
+enum { TM_DECAY_NONE = 0, TM_DECAY_DECOUPLED = 1, TM_DECAY_L2 = 2 };
+typedef struct {
+  float decay;            /* decoupled (AdamW): 1 - lr * weight_decay; L2 (Adam): weight_decay */
   float step_size;        /* lr / (1 - beta1^t) */
   float one_minus_beta1;
   float beta2;
@@ -135,21 +151,27 @@ typedef struct {
   float bias_correction2_sqrt;
   float eps;
   float grad_scale;       /* multiplies each gradient first: unscale x clip factor x (+1 or -1) */
-  uint32_t has_decay;     /* 0: weight_decay == 0, decay is not applied */
+  uint32_t decay_kind;    /* TM_DECAY_NONE: decay is not applied */
 } tm_adamw;
 
-/* In place on param, exp_avg, exp_avg_sq; grad is read only. n elements, any alignment. */
-int tm_adamw_fp32(tm_pool *pool, uint32_t isa, const tm_adamw *hyper, size_t n, float *param,
-                  float *exp_avg, float *exp_avg_sq, const float *grad);
-/* bits(master) = ((uint32)hi << 16) + (int16)lo, rounded to hi with ties away from zero. */
-int tm_adamw_split(tm_pool *pool, uint32_t isa, const tm_adamw *hyper, size_t n, uint16_t *hi,
-                   int16_t *lo, float *exp_avg, float *exp_avg_sq, const void *grad,
-                   uint32_t grad_dtype);
-/* The update of the fp32 master, and param = master rounded to bf16 or fp16: nearest even, every NaN
- * the same one. param is not read. */
-int tm_adamw_master(tm_pool *pool, uint32_t isa, const tm_adamw *hyper, size_t n, uint16_t *param,
-                    uint32_t param_dtype, float *master, float *exp_avg, float *exp_avg_sq,
-                    const void *grad, uint32_t grad_dtype);
+/* In place on the weights and the moments. */
+int tm_adamw_update(tm_pool *pool, uint32_t isa, const tm_adamw *hyper, size_t n,
+                    const tm_weights *weights, float *exp_avg, float *exp_avg_sq);
+
+/* The scalars of one update by SGD, rounded from double. */
+typedef struct {
+  float lr;
+  float momentum;
+  float one_minus_dampening;
+  float weight_decay;     /* 0: not applied */
+  float grad_scale;       /* as for tm_adamw */
+  uint32_t nesterov;
+  uint32_t first;         /* the momentum buffer is not read: it starts as the gradient */
+} tm_sgd;
+
+/* In place on the weights and the momentum buffer; NULL: without momentum. */
+int tm_sgd_update(tm_pool *pool, uint32_t isa, const tm_sgd *hyper, size_t n,
+                  const tm_weights *weights, float *momentum);
 int tm_split_master(tm_pool *pool, size_t n, const float *master, uint16_t *hi, int16_t *lo);
 int tm_merge_master(tm_pool *pool, size_t n, const uint16_t *hi, const int16_t *lo, float *master);
 

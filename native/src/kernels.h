@@ -107,6 +107,10 @@ TM_INLINE uint16_t tm_round_to_fp16(float value) {
   return (uint16_t)(tm_is_nan(bits) ? TM_FP16_NAN : code);
 }
 
+TM_INLINE size_t tm_size(uint32_t dtype) {
+  return dtype == TM_FLOAT32 ? sizeof(float) : sizeof(uint16_t);
+}
+
 TM_INLINE float tm_load(const void *base, size_t i, uint32_t dtype) {
   if (dtype == TM_FLOAT32) return ((const float *)base)[i];
   uint16_t half = ((const uint16_t *)base)[i];

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from tiermem.errors import ConfigError, StateError
-from tiermem.kernels import AdamWStep, Kernels, available_kernels, open_kernels
+from tiermem.kernels import AdamWStep, Kernels, SGDStep, available_kernels, open_kernels
 from tiermem.kernels.base import MAX_PARTS
 
 STEP = AdamWStep(1e-3, 0.9, 0.95, 1e-8, 0.1, 1)
@@ -86,24 +88,51 @@ def test_core_refuses_wrong_reductions() -> None:
 def test_core_applies_decay_only_where_told() -> None:
     native = pytest.importorskip("tiermem._native")
     ffi, lib = native.ffi, native.lib
+    kinds = {lib.TM_DECAY_NONE: 2.0, lib.TM_DECAY_DECOUPLED: 1.0, lib.TM_DECAY_L2: 1.0}
     for isa in range(lib.tm_isa_best() + 1):
-        for has_decay, expected in ((0, 2.0), (1, 1.0)):
-            hyper = ffi.new("tm_adamw *", {"decay": 0.5, "has_decay": has_decay, "eps": 1.0})
-            hyper.bias_correction2_sqrt = 1.0
-            param, zeros = ffi.new("float[37]", [2.0] * 37), ffi.new("float[37]")
-            assert lib.tm_adamw_fp32(ffi.NULL, isa, hyper, 37, param, zeros, zeros, zeros) == 0
+        for kind, expected in kinds.items():
+            # L2: the gradient becomes 0.5 * 2, the moments 1, the update 2 * 1 / (1 + 1).
+            hyper = ffi.new("tm_adamw *", {"decay": 0.5, "decay_kind": kind, "eps": 1.0})
+            hyper.bias_correction2_sqrt = hyper.one_minus_beta2 = hyper.one_minus_beta1 = 1.0
+            hyper.step_size, hyper.grad_scale = 2.0, 1.0
+            param, moments = ffi.new("float[37]", [2.0] * 37), [ffi.new("float[37]") for _ in range(2)]
+            weights = ffi.new("tm_weights *", {"param": param, "grad": ffi.new("float[37]")})
+            assert lib.tm_adamw_update(ffi.NULL, isa, hyper, 37, weights, *moments) == 0
             assert list(param) == [expected] * 37
 
 
 def test_core_refuses_unknown_numbers() -> None:
     native = pytest.importorskip("tiermem._native")
     ffi, lib = native.ffi, native.lib
-    hyper, out = ffi.new("tm_adamw *"), ffi.new("tm_pool **")
-    assert lib.tm_adamw_fp32(ffi.NULL, 99, hyper, 0, *[ffi.NULL] * 4) == -22
-    assert lib.tm_adamw_fp32(ffi.NULL, lib.TM_ISA_PLAIN, hyper, 1, *[ffi.NULL] * 4) == -22
-    assert lib.tm_adamw_split(ffi.NULL, lib.TM_ISA_PLAIN, hyper, 0, *[ffi.NULL] * 5, 9) == -22
+    out, weights = ffi.new("tm_pool **"), ffi.new("tm_weights *")
+
+    def result(isa: int = lib.TM_ISA_PLAIN, numel: int = 0, decay_kind: int = 0) -> int:
+        hyper = ffi.new("tm_adamw *", {"decay_kind": decay_kind})
+        return int(lib.tm_adamw_update(ffi.NULL, isa, hyper, numel, weights, ffi.NULL, ffi.NULL))
+
+    assert result() == 0
+    assert result(isa=99) == result(numel=1) == result(decay_kind=3) == -22
     assert lib.tm_pool_create(0, out) == -22
     assert lib.tm_pool_create(10**6, out) == -22
+
+
+def test_core_refuses_weights_that_do_not_go_together() -> None:
+    native = pytest.importorskip("tiermem._native")
+    ffi, lib = native.ffi, native.lib
+    fp32, bf16, fp16 = lib.TM_FLOAT32, lib.TM_BFLOAT16, lib.TM_FLOAT16
+    none, split, whole = lib.TM_MASTER_NONE, lib.TM_MASTER_SPLIT, lib.TM_MASTER_WHOLE
+    accepted = {
+        *((none, fp32, fp32), (split, bf16, fp32), (split, bf16, bf16)),
+        *((whole, param, grad) for param in (bf16, fp16) for grad in (fp32, bf16, fp16)),
+    }
+    hyper = ffi.new("tm_sgd *")
+    for form, param, grad in itertools.product(range(4), range(4), range(4)):
+        weights = ffi.new(
+            "tm_weights *", {"master_form": form, "param_dtype": param, "grad_dtype": grad}
+        )
+        expected = 0 if (form, param, grad) in accepted else -22
+        assert lib.tm_sgd_update(ffi.NULL, 0, hyper, 0, weights, ffi.NULL) == expected
+        assert lib.tm_sgd_update(ffi.NULL, 0, hyper, 1, weights, ffi.NULL) == -22  # no memory
 
 
 @pytest.mark.parametrize("name", available_kernels())
@@ -123,6 +152,41 @@ def test_names() -> None:
         open_kernels("sse9")
     with pytest.raises(ConfigError, match="num_threads is 0"):
         open_kernels("auto", 0)
+
+
+def test_wrong_momentum(opened: dict[str, Kernels]) -> None:
+    tensors = [torch.zeros(8) for _ in range(2)]
+    plain, heavy = SGDStep(0.1, 0.0, 0.0, 0.0, False, True), SGDStep(0.1, 0.9, 0.0, 0.0, False, True)
+    for kernels in opened.values():
+        with pytest.raises(ValueError, match=r"momentum is None with the factor 0\.9.*a tensor"):
+            kernels.sgd(heavy, tensors[0], None, None, tensors[1])
+        with pytest.raises(ValueError, match=r"momentum is a tensor with the factor 0\.0.*None"):
+            kernels.sgd(plain, tensors[0], None, torch.zeros(8), tensors[1])
+        with pytest.raises(ValueError, match=r"momentum is torch\.float16.*must be torch\.float32"):
+            kernels.sgd(heavy, tensors[0], None, torch.zeros(8).half(), tensors[1])
+    with pytest.raises(ValueError, match=r"momentum is -0\.1"):
+        SGDStep(0.1, -0.1, 0.0, 0.0, False, True)
+    for momentum, dampening in ((0.0, 0.0), (0.9, 0.1)):
+        with pytest.raises(ValueError, match=f"nesterov with momentum {momentum} and dampening"):
+            SGDStep(0.1, momentum, dampening, 0.0, True, True)
+
+
+def test_wrong_forms(opened: dict[str, Kernels]) -> None:
+    step, good, half = SGDStep(0.1, 0.0, 0.0, 0.0, False, True), torch.zeros(8), torch.zeros(8).half()
+    lo = torch.zeros(8, dtype=torch.int16)
+    for kernels in opened.values():
+        with pytest.raises(ValueError, match=r"param is torch\.float16.*must be torch\.float32"):
+            kernels.sgd(step, half, None, None, good)
+        with pytest.raises(ValueError, match=r"param is torch\.float16.*must be torch\.bfloat16"):
+            kernels.sgd(step, half, lo, None, good)
+        with pytest.raises(ValueError, match=r"grad is torch\.float16.*float32 or torch\.bfloat16"):
+            kernels.sgd(step, half.bfloat16(), lo, None, half)
+        with pytest.raises(ValueError, match=r"master is torch\.float64, must be torch\.int16"):
+            kernels.sgd(step, half, good.double(), None, good)
+        with pytest.raises(ValueError, match=r"master is torch\.float32 \(9,\)"):
+            kernels.sgd(step, half, torch.zeros(9), None, good)
+        with pytest.raises(ValueError, match=r"lo is torch\.float32.*must be torch\.int16"):
+            kernels.adamw_split(STEP, half.bfloat16(), good, good, good, good)
 
 
 def test_steps_count_from_one() -> None:

@@ -95,21 +95,3 @@ def test_wrong_tensors(opened: dict[str, Kernels]) -> None:
             kernels.adamw_master(STEP, half, good, good, good, good.double())
         with pytest.raises(ValueError, match=r"exp_avg_sq is .*must be .*\(8,\)"):
             kernels.adamw_master(STEP, half, good, good, torch.zeros(9), good)
-
-
-def test_core_refuses_other_dtypes() -> None:
-    native = pytest.importorskip("tiermem._native")
-    ffi, lib = native.ffi, native.lib
-    hyper = ffi.new("tm_adamw *")
-
-    def result(param_dtype: int, grad_dtype: int, numel: int = 0) -> int:
-        nothing = [ffi.NULL] * 4
-        return int(
-            lib.tm_adamw_master(
-                ffi.NULL, lib.TM_ISA_PLAIN, hyper, numel, ffi.NULL, param_dtype, *nothing, grad_dtype
-            )
-        )
-
-    assert result(lib.TM_FLOAT16, lib.TM_FLOAT16) == 0
-    assert result(lib.TM_FLOAT32, lib.TM_FLOAT32) == result(7, 0) == result(lib.TM_BFLOAT16, 3) == -22
-    assert result(lib.TM_FLOAT16, lib.TM_FLOAT16, 1) == -22

@@ -11,8 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tiermem.kernels import AdamWStep, Kernels
+from tiermem.kernels import AdamWStep, Kernels, SGDStep
 from tiermem.kernels.torch_kernels import _fma
+
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -60,12 +62,16 @@ def state(numel: int, grad_dtype: torch.dtype) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("beta1", [0.9, 0.3])
-@pytest.mark.parametrize("weight_decay", [0.1, 0.0])
+@pytest.mark.parametrize(("weight_decay", "decoupled"), [(0.1, True), (0.1, False), (0.0, True)])
 def test_fp32_is_native(
-    native: dict[str, Kernels], opened: dict[str, Kernels], beta1: float, weight_decay: float
+    native: dict[str, Kernels],
+    opened: dict[str, Kernels],
+    beta1: float,
+    weight_decay: float,
+    decoupled: bool,
 ) -> None:
     start = state(300_001, torch.float32)
-    step = AdamWStep(1e-3, beta1, 0.95, 1e-8, weight_decay, 3, grad_scale=0.3)
+    step = AdamWStep(1e-3, beta1, 0.95, 1e-8, weight_decay, 3, grad_scale=0.3, decoupled=decoupled)
     results = []
     for name in ("plain", "torch"):
         results.append([t.clone() for t in start])
@@ -88,3 +94,35 @@ def test_split_is_native(
         opened[name].adamw_split(step, *results[-1])
     for mine, other in zip(*results, strict=True):
         assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    ("momentum", "dampening", "nesterov"), [(0.0, 0.0, False), (0.9, 0.2, False), (0.9, 0.0, True)]
+)
+@pytest.mark.parametrize("form", ["fp32", "split", "bf16", "fp16"])
+def test_sgd_is_native(
+    native: dict[str, Kernels],
+    opened: dict[str, Kernels],
+    form: str,
+    momentum: float,
+    dampening: float,
+    nesterov: bool,
+    first: bool,
+) -> None:
+    value, buffer, _, grad = state(30_001, torch.float32 if form == "fp32" else torch.bfloat16)
+    step = SGDStep(1e-3, momentum, dampening, 0.1, nesterov, first, grad_scale=0.3)
+    results = []
+    for name in ("plain", "torch"):
+        param, master = value.clone(), None
+        if form == "split":
+            param, master = value.bfloat16(), torch.empty(value.numel(), dtype=torch.int16)
+            opened[name].split_master(value, param, master)
+        elif form != "fp32":
+            param, master = torch.empty(value.numel(), dtype=HALVES[form]), value.clone()
+        used = None if momentum == 0.0 else buffer.clone()
+        opened[name].sgd(step, param, master, used, grad)
+        results.append([t for t in (param, master, used) if t is not None])
+    for mine, other in zip(*results, strict=True):
+        integer = torch.int32 if mine.dtype == torch.float32 else torch.int16
+        assert torch.equal(mine.view(integer), other.view(integer))

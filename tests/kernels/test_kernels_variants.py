@@ -9,16 +9,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from tiermem.kernels import AdamWStep, Kernels
+from tiermem.kernels import AdamWStep, Kernels, SGDStep
 
-LENGTHS = [0, 1, 7, 8, 15, 16, 17, 127, 129, 4095, 2**16 - 1, 2**16, 2**16 + 1, 2**20 + 1]
+LENGTHS = [0, 1, 7, 8, 15, 16, 17, 127, 129, 4095, 2**16, 2**17 + 1]
 STEPS = [
     AdamWStep(1e-3, 0.9, 0.95, 1e-8, 0.1, 3, grad_scale=0.37),
     AdamWStep(1e-2, 0.4, 0.999, 1e-6, 0.0, 1, grad_scale=-1.0),
+    AdamWStep(1e-2, 0.9, 0.99, 1e-8, 0.3, 2, grad_scale=-0.5, decoupled=False),
+]
+SGD_STEPS = [
+    SGDStep(1e-2, 0.0, 0.0, 0.1, nesterov=False, first=True, grad_scale=0.37),
+    SGDStep(1e-2, 0.9, 0.3, 0.0, nesterov=False, first=True, grad_scale=-1.0),
+    SGDStep(1e-2, 0.9, 0.3, 0.1, nesterov=False, first=False),
+    SGDStep(1e-2, 0.7, 0.0, 0.1, nesterov=True, first=False, grad_scale=0.37),
 ]
 
 State = list[Tensor]
-Update = Callable[[Kernels, AdamWStep, State], None]
+Update = Callable[[Kernels, State], None]
 
 
 def random_state(numel: int, form: str, grad_dtype: torch.dtype, seed: int = 0) -> State:
@@ -40,28 +47,45 @@ def random_state(numel: int, form: str, grad_dtype: torch.dtype, seed: int = 0) 
     return [*weights, wide(), wide().abs(), wide().to(grad_dtype)]
 
 
-def fp32_update(kernels: Kernels, step: AdamWStep, state: State) -> None:
-    kernels.adamw_fp32(step, *state)
+def adamw_update(step: AdamWStep, form: str) -> Update:
+    def update(kernels: Kernels, state: State) -> None:
+        if form == "fp32":
+            kernels.adamw_fp32(step, *state)
+        elif form == "split":
+            kernels.adamw_split(step, *state)
+        else:
+            kernels.adamw_master(step, *state)
+
+    return update
 
 
-def split_update(kernels: Kernels, step: AdamWStep, state: State) -> None:
-    kernels.adamw_split(step, *state)
+def sgd_update(step: SGDStep, form: str) -> Update:
+    """The first moment is the momentum buffer; the second has to stay as it is."""
+
+    def update(kernels: Kernels, state: State) -> None:
+        *weights, first, _, grad = state
+        master = None if form == "fp32" else weights[1]
+        kernels.sgd(step, weights[0], master, None if step.momentum == 0.0 else first, grad)
+
+    return update
 
 
-def master_update(kernels: Kernels, step: AdamWStep, state: State) -> None:
-    kernels.adamw_master(step, *state)
-
-
+FORMS = [
+    ("fp32", torch.float32),
+    *(("split", grad) for grad in (torch.float32, torch.bfloat16)),
+    *(("bf16", grad) for grad in (torch.float32, torch.bfloat16, torch.float16)),
+    *(("fp16", grad) for grad in (torch.float32, torch.bfloat16, torch.float16)),
+]
+ALL = [
+    *(("adamw", adamw_update, i, step) for i, step in enumerate(STEPS)),
+    *(("sgd", sgd_update, i, step) for i, step in enumerate(SGD_STEPS)),
+]
 UPDATES = [
-    pytest.param(fp32_update, "fp32", torch.float32, id="fp32"),
-    pytest.param(split_update, "split", torch.float32, id="split-fp32"),
-    pytest.param(split_update, "split", torch.bfloat16, id="split-bf16"),
-    pytest.param(master_update, "bf16", torch.float32, id="bf16-fp32"),
-    pytest.param(master_update, "bf16", torch.bfloat16, id="bf16-bf16"),
-    pytest.param(master_update, "bf16", torch.float16, id="bf16-fp16"),
-    pytest.param(master_update, "fp16", torch.float32, id="fp16-fp32"),
-    pytest.param(master_update, "fp16", torch.bfloat16, id="fp16-bf16"),
-    pytest.param(master_update, "fp16", torch.float16, id="fp16-fp16"),
+    pytest.param(
+        make(step, form), form, grad, id=f"{name}{i}-{form}-{str(grad).removeprefix('torch.')}"
+    )
+    for name, make, i, step in ALL
+    for form, grad in FORMS
 ]
 
 
@@ -74,21 +98,15 @@ def same(left: State, right: State) -> bool:
 
 
 @pytest.mark.parametrize(("update", "form", "grad_dtype"), UPDATES)
-@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("numel", LENGTHS)
 def test_lengths(
-    native: dict[str, Kernels],
-    numel: int,
-    step: AdamWStep,
-    update: Update,
-    form: str,
-    grad_dtype: torch.dtype,
+    native: dict[str, Kernels], numel: int, update: Update, form: str, grad_dtype: torch.dtype
 ) -> None:
     start = random_state(numel, form, grad_dtype)
     results = []
     for kernels in native.values():
         results.append([t.clone() for t in start])
-        update(kernels, step, results[-1])
+        update(kernels, results[-1])
     assert all(same(result, results[-1]) for result in results)
     assert numel == 0 or not same(results[0], start)
 
@@ -101,12 +119,12 @@ def test_slices_and_starts(
     numel = 3 * 2**16 + 77
     start = random_state(numel, form, grad_dtype)
     expected = [t.clone() for t in start]
-    update(native["plain"], STEPS[0], expected)
+    update(native["plain"], expected)
     cuts = [0, 1, 4, 11, 26, 43, 2**16 - 3, 2**16 + 14, 150_001, numel]
     for kernels in native.values():
         result = [t.clone() for t in start]
         for begin, end in itertools.pairwise(cuts):
-            update(kernels, STEPS[0], [t[begin:end] for t in result])
+            update(kernels, [t[begin:end] for t in result])
         assert same(result, expected), kernels.name
 
 
@@ -118,7 +136,7 @@ def test_nothing_outside_is_touched(
     for kernels in native.values():
         for begin, end in ((1, 18), (3, 130), (9, 10)):
             result = [t.clone() for t in start]
-            update(kernels, STEPS[0], [t[begin:end] for t in result])
+            update(kernels, [t[begin:end] for t in result])
             outside = torch.ones(200, dtype=torch.bool)
             outside[begin:end] = False
             assert same([t[outside] for t in result], [t[outside] for t in start])

@@ -1,4 +1,5 @@
-"""The arithmetic of a step: AdamW on fp32 or split masters, sums of gradients with their norm.
+"""The arithmetic of a step: Adam, AdamW and SGD on masters of every form, sums of gradients with
+their norm.
 
 Native kernels where the core was built, torch operations with the same results otherwise.
 """
@@ -8,9 +9,9 @@ from __future__ import annotations
 import os
 
 from tiermem.errors import ConfigError
-from tiermem.kernels.base import AdamWStep, Kernels
+from tiermem.kernels.base import AdamWStep, Kernels, SGDStep
 
-__all__ = ["AdamWStep", "Kernels", "available_kernels", "open_kernels"]
+__all__ = ["AdamWStep", "Kernels", "SGDStep", "available_kernels", "open_kernels"]
 
 
 def available_kernels() -> tuple[str, ...]:

@@ -24,11 +24,13 @@ MAX_PARTS = 64
 
 @dataclass(frozen=True, slots=True)
 class AdamWStep:
-    """The scalars of one AdamW update (Loshchilov and Hutter, algorithm 2), frozen.
+    """The scalars of one update by Adam or AdamW (Loshchilov and Hutter, algorithm 2), frozen.
 
     ``step`` counts from 1. ``grad_scale`` multiplies each gradient first: it unscales, clips, and
-    maximizes when negative; exactly 1.0 changes no bit. Everything derived is computed in double,
-    as torch's fused implementation does, and rounded to fp32 once by the kernel.
+    maximizes when negative; exactly 1.0 changes no bit. ``decoupled`` weight decay shrinks the
+    parameter (AdamW), otherwise the decay is added to the gradient (Adam with L2 decay). Everything
+    derived is computed in double, as torch's fused implementation does, and rounded to fp32 once by
+    the kernel.
     """
 
     lr: float
@@ -38,6 +40,7 @@ class AdamWStep:
     weight_decay: float
     step: int
     grad_scale: float = 1.0
+    decoupled: bool = True
 
     def __post_init__(self) -> None:
         if self.step < 1:
@@ -48,7 +51,7 @@ class AdamWStep:
 
     @property
     def decay(self) -> float:
-        """What the parameter is multiplied by first; not applied at all without weight decay."""
+        """What decoupled decay multiplies the parameter by; not applied without weight decay."""
         return 1 - self.lr * self.weight_decay
 
     @property
@@ -58,6 +61,32 @@ class AdamWStep:
     @property
     def bias_correction2_sqrt(self) -> float:
         return math.sqrt(1 - math.pow(self.beta2, self.step))
+
+
+@dataclass(frozen=True, slots=True)
+class SGDStep:
+    """The scalars of one SGD update as ``torch.optim.SGD`` defines it, frozen.
+
+    ``first``: the momentum buffer is not read, it starts as the gradient. ``grad_scale`` as for
+    :class:`AdamWStep`. Without momentum there is no buffer and no dampening.
+    """
+
+    lr: float
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+    first: bool
+    grad_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.momentum < 0.0:
+            raise ValueError(f"momentum is {self.momentum}, must be at least 0")
+        if self.nesterov and (self.momentum == 0.0 or self.dampening != 0.0):
+            raise ValueError(
+                f"nesterov with momentum {self.momentum} and dampening {self.dampening}, must have "
+                f"momentum above 0 and dampening 0"
+            )
 
 
 class Kernels(Protocol):
@@ -79,10 +108,11 @@ class Kernels(Protocol):
     def adamw_fp32(
         self, hyper: AdamWStep, param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor
     ) -> None:
-        """One AdamW update of fp32 ``param`` and its fp32 moments from an fp32 gradient.
+        """One AdamW or Adam update of fp32 ``param`` and its fp32 moments from an fp32 gradient.
 
-        Bit-equal to the vector path of ``torch.optim.AdamW(fused=True)`` on a CPU with AVX2 or
-        AVX-512; the tails of torch's slices differ from it, and so from this, by an ulp.
+        Bit-equal to the vector path of ``torch.optim.AdamW(fused=True)`` (``Adam``, where the decay
+        is not decoupled) on a CPU with AVX2 or AVX-512; the tails of torch's slices differ from it,
+        and so from this, by an ulp.
         """
 
     def adamw_split(
@@ -110,6 +140,25 @@ class Kernels(Protocol):
         ``master`` and its fp32 moments as by :meth:`adamw_fp32` on the same values; then bf16 or
         fp16 ``param`` is ``master`` rounded to nearest even, every NaN the same one. What ``param``
         was before does not matter.
+        """
+
+    def sgd(
+        self,
+        hyper: SGDStep,
+        param: Tensor,
+        master: Tensor | None,
+        momentum: Tensor | None,
+        grad: Tensor,
+    ) -> None:
+        """One SGD update of the parameter in any of its three forms.
+
+        ``master`` None: ``param`` and ``grad`` fp32. ``master`` int16: ``param`` bf16 and ``master``
+        are a split master as for :meth:`adamw_split`, ``grad`` bf16 or fp32. ``master`` fp32:
+        ``param`` is its copy in bf16 or fp16 as for :meth:`adamw_master`, ``grad`` fp32, bf16 or
+        fp16. ``momentum`` is fp32, and None exactly if ``hyper.momentum`` is 0.
+
+        fp32 is bit-equal to the vector path of ``torch.optim.SGD(fused=True)``, as for
+        :meth:`adamw_fp32`.
         """
 
     def split_master(self, master: Tensor, hi: Tensor, lo: Tensor) -> None:
@@ -151,6 +200,15 @@ class Kernels(Protocol):
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None: ...
+
+
+def require_momentum(hyper: SGDStep, momentum: Tensor | None) -> None:
+    """Refuses a buffer that would not be used, and a missing one."""
+    if (momentum is None) != (hyper.momentum == 0.0):
+        raise ValueError(
+            f"momentum is {'None' if momentum is None else 'a tensor'} with the factor "
+            f"{hyper.momentum}, must be {'a tensor' if hyper.momentum != 0.0 else 'None'}"
+        )
 
 
 def require_parts(destination: Tensor, parts: Sequence[Tensor]) -> None:

@@ -12,7 +12,8 @@ import torch
 
 from tiermem._native import ffi, lib
 from tiermem.errors import StateError
-from tiermem.kernels.base import AdamWStep, require_parts
+from tiermem.kernels.base import AdamWStep, SGDStep, require_momentum, require_parts
+from tiermem.kernels.weights import PLAIN, SPLIT, WHOLE, WeightForm, form_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +34,11 @@ _POINTERS: dict[torch.dtype, Any] = {
     torch.bfloat16: ffi.typeof("uint16_t *"),
     torch.float16: ffi.typeof("uint16_t *"),
     torch.int16: ffi.typeof("int16_t *"),
+}
+_MASTER_FORMS: dict[str, int] = {
+    PLAIN.name: lib.TM_MASTER_NONE,
+    SPLIT.name: lib.TM_MASTER_SPLIT,
+    WHOLE.name: lib.TM_MASTER_WHOLE,
 }
 
 
@@ -57,17 +63,8 @@ class NativeKernels:
     def adamw_fp32(
         self, hyper: AdamWStep, param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor
     ) -> None:
-        numel = param.numel()
-        pointers = (
-            _pointer("param", param, numel, torch.float32),
-            _pointer("exp_avg", exp_avg, numel, torch.float32),
-            _pointer("exp_avg_sq", exp_avg_sq, numel, torch.float32),
-            _pointer("grad", grad, numel, torch.float32),
-        )
-        _check(
-            lib.tm_adamw_fp32(self._open_pool(), self._isa, _hyper(hyper), numel, *pointers),
-            "adamw_fp32",
-        )
+        weights = _weights(PLAIN, ("param", param), ("master", None), grad)
+        self._adamw(hyper, weights, param.numel(), exp_avg, exp_avg_sq)
 
     def adamw_split(
         self,
@@ -78,18 +75,8 @@ class NativeKernels:
         exp_avg_sq: Tensor,
         grad: Tensor,
     ) -> None:
-        numel = hi.numel()
-        pointers = (
-            _pointer("hi", hi, numel, torch.bfloat16),
-            _pointer("lo", lo, numel, torch.int16),
-            _pointer("exp_avg", exp_avg, numel, torch.float32),
-            _pointer("exp_avg_sq", exp_avg_sq, numel, torch.float32),
-            _pointer("grad", grad, numel, torch.float32, torch.bfloat16),
-        )
-        error = lib.tm_adamw_split(
-            self._open_pool(), self._isa, _hyper(hyper), numel, *pointers, _FLOATS[grad.dtype]
-        )
-        _check(error, "adamw_split")
+        weights = _weights(SPLIT, ("hi", hi), ("lo", lo), grad)
+        self._adamw(hyper, weights, hi.numel(), exp_avg, exp_avg_sq)
 
     def adamw_master(
         self,
@@ -100,19 +87,37 @@ class NativeKernels:
         exp_avg_sq: Tensor,
         grad: Tensor,
     ) -> None:
-        numel = param.numel()
-        pointers = (
-            _pointer("param", param, numel, torch.bfloat16, torch.float16),
-            _FLOATS[param.dtype],
-            _pointer("master", master, numel, torch.float32),
+        weights = _weights(WHOLE, ("param", param), ("master", master), grad)
+        self._adamw(hyper, weights, param.numel(), exp_avg, exp_avg_sq)
+
+    def _adamw(
+        self, hyper: AdamWStep, weights: Any, numel: int, exp_avg: Tensor, exp_avg_sq: Tensor
+    ) -> None:
+        moments = (
             _pointer("exp_avg", exp_avg, numel, torch.float32),
             _pointer("exp_avg_sq", exp_avg_sq, numel, torch.float32),
-            _pointer("grad", grad, numel, *_FLOATS),
         )
-        error = lib.tm_adamw_master(
-            self._open_pool(), self._isa, _hyper(hyper), numel, *pointers, _FLOATS[grad.dtype]
-        )
-        _check(error, "adamw_master")
+        pool = self._open_pool()
+        error = lib.tm_adamw_update(pool, self._isa, _adamw_scalars(hyper), numel, weights, *moments)
+        _check(error, "adamw")
+
+    def sgd(
+        self,
+        hyper: SGDStep,
+        param: Tensor,
+        master: Tensor | None,
+        momentum: Tensor | None,
+        grad: Tensor,
+    ) -> None:
+        numel = param.numel()
+        weights = _weights(form_of(master), ("param", param), ("master", master), grad)
+        require_momentum(hyper, momentum)
+        buffer = ffi.NULL
+        if momentum is not None:
+            buffer = _pointer("momentum", momentum, numel, torch.float32)
+        pool = self._open_pool()
+        error = lib.tm_sgd_update(pool, self._isa, _sgd_scalars(hyper), numel, weights, buffer)
+        _check(error, "sgd")
 
     def split_master(self, master: Tensor, hi: Tensor, lo: Tensor) -> None:
         numel = master.numel()
@@ -187,11 +192,15 @@ def _check(error: int, what: str) -> None:
         raise OSError(-error, f"{what}: {os.strerror(-error)}")
 
 
-def _hyper(hyper: AdamWStep) -> Any:
+def _adamw_scalars(hyper: AdamWStep) -> Any:
+    kind, decay = lib.TM_DECAY_NONE, 0.0
+    if hyper.weight_decay != 0.0:
+        kind = lib.TM_DECAY_DECOUPLED if hyper.decoupled else lib.TM_DECAY_L2
+        decay = hyper.decay if hyper.decoupled else hyper.weight_decay
     return ffi.new(
         "tm_adamw *",
         (
-            hyper.decay,
+            decay,
             hyper.step_size,
             1 - hyper.beta1,
             hyper.beta2,
@@ -199,9 +208,41 @@ def _hyper(hyper: AdamWStep) -> Any:
             hyper.bias_correction2_sqrt,
             hyper.eps,
             hyper.grad_scale,
-            hyper.weight_decay != 0.0,
+            kind,
         ),
     )
+
+
+def _sgd_scalars(hyper: SGDStep) -> Any:
+    return ffi.new(
+        "tm_sgd *",
+        (
+            hyper.lr,
+            hyper.momentum,
+            1 - hyper.dampening,
+            hyper.weight_decay,
+            hyper.grad_scale,
+            hyper.nesterov,
+            hyper.first,
+        ),
+    )
+
+
+def _weights(
+    form: WeightForm, param: tuple[str, Tensor], master: tuple[str, Tensor | None], grad: Tensor
+) -> Any:
+    """The parameter and its master (each with its name in messages) and the gradient, for one call.
+
+    cffi keeps nothing alive that a struct points to: the caller has the tensors.
+    """
+    numel = param[1].numel()
+    to_param = _pointer(*param, numel, *form.params)
+    to_master = ffi.NULL
+    if form.master is not None and master[1] is not None:
+        to_master = _pointer(master[0], master[1], numel, form.master)
+    to_grad = _pointer("grad", grad, numel, *form.grads)
+    numbers = (_FLOATS[param[1].dtype], _MASTER_FORMS[form.name], _FLOATS[grad.dtype])
+    return ffi.new("tm_weights *", (to_param, to_master, to_grad, *numbers))
 
 
 def _pointer(name: str, tensor: Tensor, numel: int, *dtypes: torch.dtype) -> Any:

@@ -8,13 +8,22 @@ one rounding on all devices (see :func:`_fma`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
 
 from tiermem.errors import StateError
-from tiermem.kernels.base import NORM_BLOCK_NUMEL, NORM_LANES, AdamWStep, require_parts
+from tiermem.kernels.base import (
+    NORM_BLOCK_NUMEL,
+    NORM_LANES,
+    AdamWStep,
+    SGDStep,
+    require_momentum,
+    require_parts,
+)
+from tiermem.kernels.weights import FLOATS, PLAIN, SPLIT, WHOLE, WeightForm, form_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,10 +32,40 @@ if TYPE_CHECKING:
 _CHUNK_NUMEL = 4 * NORM_BLOCK_NUMEL
 """Elements worked on at a time. Bounds the temporaries: about 16 of 8 bytes each, 32 MiB."""
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
 _FLOAT_NAN_BITS = 0x7FC00000
 _HALF_NAN_BITS = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """A parameter in one of its forms (:mod:`tiermem.kernels.weights`), with its gradient."""
+
+    param: Tensor
+    master: Tensor | None
+    grad: Tensor
+
+    @property
+    def numel(self) -> int:
+        return self.param.numel()
+
+    def load(self, part: slice) -> tuple[Tensor, Tensor]:
+        """Parameter and gradient in fp32."""
+        if self.master is None:
+            value = self.param[part]
+        elif self.master.dtype == torch.int16:
+            value = _merge(self.param[part], self.master[part])
+        else:
+            value = self.master[part]
+        return value, self.grad[part].float()
+
+    def store(self, part: slice, value: Tensor) -> None:
+        if self.master is None:
+            self.param[part] = value
+        elif self.master.dtype == torch.int16:
+            _split(value, self.param[part], self.master[part])
+        else:
+            self.master[part] = value
+            _store(value, self.param[part])
 
 
 class TorchKernels:
@@ -44,17 +83,8 @@ class TorchKernels:
     def adamw_fp32(
         self, hyper: AdamWStep, param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor
     ) -> None:
-        numel = self._begin("param", param)
-        for name, tensor in (
-            ("param", param),
-            ("exp_avg", exp_avg),
-            ("exp_avg_sq", exp_avg_sq),
-            ("grad", grad),
-        ):
-            _require(name, tensor, numel, torch.float32)
-        with torch.no_grad():
-            for part in _chunks(numel):
-                param[part] = _adamw(hyper, param[part], exp_avg[part], exp_avg_sq[part], grad[part])
+        weights = self._weights(PLAIN, ("param", param), ("master", None), grad)
+        self._adamw(hyper, weights, exp_avg, exp_avg_sq)
 
     def adamw_split(
         self,
@@ -65,17 +95,8 @@ class TorchKernels:
         exp_avg_sq: Tensor,
         grad: Tensor,
     ) -> None:
-        numel = self._begin("hi", hi)
-        _require("hi", hi, numel, torch.bfloat16)
-        _require("lo", lo, numel, torch.int16)
-        _require("exp_avg", exp_avg, numel, torch.float32)
-        _require("exp_avg_sq", exp_avg_sq, numel, torch.float32)
-        _require("grad", grad, numel, torch.float32, torch.bfloat16)
-        with torch.no_grad():
-            for part in _chunks(numel):
-                master = _merge(hi[part], lo[part])
-                master = _adamw(hyper, master, exp_avg[part], exp_avg_sq[part], grad[part].float())
-                _split(master, hi[part], lo[part])
+        weights = self._weights(SPLIT, ("hi", hi), ("lo", lo), grad)
+        self._adamw(hyper, weights, exp_avg, exp_avg_sq)
 
     def adamw_master(
         self,
@@ -86,17 +107,34 @@ class TorchKernels:
         exp_avg_sq: Tensor,
         grad: Tensor,
     ) -> None:
-        numel = self._begin("param", param)
-        _require("param", param, numel, torch.bfloat16, torch.float16)
-        _require("master", master, numel, torch.float32)
-        _require("exp_avg", exp_avg, numel, torch.float32)
-        _require("exp_avg_sq", exp_avg_sq, numel, torch.float32)
-        _require("grad", grad, numel, *_FLOATS)
+        weights = self._weights(WHOLE, ("param", param), ("master", master), grad)
+        self._adamw(hyper, weights, exp_avg, exp_avg_sq)
+
+    def _adamw(self, hyper: AdamWStep, weights: _Weights, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+        _require("exp_avg", exp_avg, weights.numel, torch.float32)
+        _require("exp_avg_sq", exp_avg_sq, weights.numel, torch.float32)
         with torch.no_grad():
-            for part in _chunks(numel):
-                value = _adamw(hyper, master[part], exp_avg[part], exp_avg_sq[part], grad[part].float())
-                master[part] = value
-                _store(value, param[part])
+            for part in _chunks(weights.numel):
+                value, grad = weights.load(part)
+                weights.store(part, _adamw(hyper, value, exp_avg[part], exp_avg_sq[part], grad))
+
+    def sgd(
+        self,
+        hyper: SGDStep,
+        param: Tensor,
+        master: Tensor | None,
+        momentum: Tensor | None,
+        grad: Tensor,
+    ) -> None:
+        weights = self._weights(form_of(master), ("param", param), ("master", master), grad)
+        require_momentum(hyper, momentum)
+        if momentum is not None:
+            _require("momentum", momentum, weights.numel, torch.float32)
+        with torch.no_grad():
+            for part in _chunks(weights.numel):
+                buffer = None if momentum is None else momentum[part]
+                value, gradient = weights.load(part)
+                weights.store(part, _sgd(hyper, value, buffer, gradient))
 
     def split_master(self, master: Tensor, hi: Tensor, lo: Tensor) -> None:
         numel = self._begin("master", master)
@@ -120,16 +158,16 @@ class TorchKernels:
         numel = self._begin("destination", destination)
         if add:
             _require("destination", destination, numel, torch.float32)
-        _require("source", source, numel, *_FLOATS)
+        _require("source", source, numel, *FLOATS)
         return self.reduce(destination, (source,), 1.0, add=add)
 
     def reduce(self, destination: Tensor, parts: Sequence[Tensor], scale: float, *, add: bool) -> float:
         numel = self._begin("destination", destination)
-        _require("destination", destination, numel, *_FLOATS)
+        _require("destination", destination, numel, *FLOATS)
         require_parts(destination, parts)
         dtype = parts[0].dtype
         for k, part in enumerate(parts):
-            _require(f"parts[{k}]", part, numel, *((dtype,) if dtype in _FLOATS else _FLOATS))
+            _require(f"parts[{k}]", part, numel, *((dtype,) if dtype in FLOATS else FLOATS))
         total = 0.0
         is_copy = len(parts) == 1 and scale == 1.0 and not add and dtype == destination.dtype
         with torch.no_grad():
@@ -163,6 +201,21 @@ class TorchKernels:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _weights(
+        self,
+        form: WeightForm,
+        param: tuple[str, Tensor],
+        master: tuple[str, Tensor | None],
+        grad: Tensor,
+    ) -> _Weights:
+        """The parameter and its master (each with its name in messages) and the gradient, checked."""
+        numel = self._begin(*param)
+        _require(*param, numel, *form.params)
+        if form.master is not None and master[1] is not None:
+            _require(master[0], master[1], numel, form.master)
+        _require("grad", grad, numel, *form.grads)
+        return _Weights(param[1], master[1], grad)
 
     def _begin(self, name: str, tensor: Tensor) -> int:
         if self._closed:
@@ -202,8 +255,10 @@ def _adamw(
         return torch.tensor(value, dtype=torch.float32, device=param.device)
 
     grad = grad * fp32(hyper.grad_scale)
-    if hyper.weight_decay != 0.0:
+    if hyper.weight_decay != 0.0 and hyper.decoupled:
         param = param * fp32(hyper.decay)
+    elif hyper.weight_decay != 0.0:
+        grad = _fma(param, fp32(hyper.weight_decay), grad)
     weight = fp32(1 - hyper.beta1)
     from_grad = not bool(weight.abs() < 0.5)
     coefficient = weight - 1 if from_grad else weight
@@ -214,6 +269,25 @@ def _adamw(
     root = exp_avg_sq.double().sqrt().float()
     denominator = root / fp32(hyper.bias_correction2_sqrt) + fp32(hyper.eps)
     return param + exp_avg * fp32(-hyper.step_size) / denominator
+
+
+def _sgd(hyper: SGDStep, param: Tensor, momentum: Tensor | None, grad: Tensor) -> Tensor:
+    """The updated fp32 parameter; the momentum buffer is updated in place. See :func:`_adamw`."""
+
+    def fp32(value: float) -> Tensor:
+        return torch.tensor(value, dtype=torch.float32, device=param.device)
+
+    grad = grad * fp32(hyper.grad_scale)
+    if hyper.weight_decay != 0.0:
+        grad = _fma(param, fp32(hyper.weight_decay), grad)
+    if momentum is not None:
+        if hyper.first:
+            momentum.copy_(grad)
+        else:
+            damped = momentum * fp32(hyper.momentum)
+            momentum.copy_(_fma(fp32(1 - hyper.dampening), grad, damped))
+        grad = _fma(momentum, fp32(hyper.momentum), grad) if hyper.nesterov else momentum
+    return _fma(grad, fp32(-hyper.lr), param)
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
