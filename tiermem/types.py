@@ -20,8 +20,8 @@ class Tier(enum.Enum):
     NVME = "nvme"
 
 
-class Field(enum.Enum):
-    """What a record holds."""
+class Field(str, enum.Enum):
+    """What a record holds. Other states of optimizers have plain strings for names."""
 
     PARAM = "param"  # the copy that computes
     MASTER_LO = "master_lo"  # int16 remainder: bits(master) = (hi << 16) + lo
@@ -29,6 +29,8 @@ class Field(enum.Enum):
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
     GRAD = "grad"
+
+    __str__ = str.__str__
 
 
 class Purpose(enum.Enum):

@@ -13,6 +13,7 @@ from tiermem.schedule.placement import (
     DevicePlan,
     GroupSize,
     HostRequest,
+    SlotShape,
     plan_beside,
     plan_device,
     plan_host,
@@ -36,6 +37,7 @@ def size_of(numel: int, trainable: bool, persistent: bool) -> GroupSize:
 GROUPS = st.lists(
     st.builds(size_of, st.integers(1, 3_000_000), st.booleans(), st.booleans()), min_size=1, max_size=8
 )
+SLOTS = st.sampled_from([SlotShape(10, 4, 3), SlotShape(4 + 2 * 4 / 256, 4, 5, 256 * 1024)])
 REQUESTS = st.builds(
     HostRequest,
     total=st.just(1 << 40),
@@ -44,8 +46,7 @@ REQUESTS = st.builds(
     optimizer=st.sampled_from(list(Tier)),
     spill_allowed=st.booleans(),
     keep_gradients=st.booleans(),
-    state_itemsize=st.just(10),
-    grad_itemsize=st.just(4),
+    slot=SLOTS,
     sub_group_numel=st.one_of(st.none(), st.integers(4096, 1 << 20)),
     transfer_bytes=st.sampled_from([0, 1 << 20]),
     stripe_bytes=st.just(1 << 20),
@@ -137,8 +138,7 @@ def test_advice_fits_the_placement(params: Tier, optimizer: Tier, changes: dict,
         optimizer=optimizer,
         spill_allowed=True,
         keep_gradients=True,
-        state_itemsize=10,
-        grad_itemsize=4,
+        slot=SlotShape(10, 4, 3),
         sub_group_numel=None,
         transfer_bytes=0,
         stripe_bytes=1 << 20,

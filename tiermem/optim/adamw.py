@@ -1,45 +1,28 @@
-"""AdamW over tiers, as a real `torch.optim.Optimizer`."""
+"""AdamW over tiers."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
 
-from tiermem.errors import ConfigError, StateError
+from tiermem.config import TierConfig
 from tiermem.kernels import AdamWStep
-from tiermem.optim.control import StepControl
-from tiermem.optim.options import OptionIndex, check_options
-from tiermem.optim.rule import AdamWRule
-from tiermem.optim.state import MOMENT_KEYS, LazyState, LazyStates, check_state
-from tiermem.types import Field
-from tiermem.zero import compat
-from tiermem.zero.access import full_master, set_full_master
-from tiermem.zero.attach import attach_optimizer
-from tiermem.zero.group import ParamGroup
-from tiermem.zero.group_gradient import GroupGradient, flatten_like
-from tiermem.zero.interrupts import uninterrupted
+from tiermem.optim.base import TieredOptimizer
+from tiermem.optim.options import check_adam_options
+from tiermem.optim.rules import AdamWRule
 from tiermem.zero.param import ShardedParam
-from tiermem.zero.placeholder import Placeholder
+from tiermem.zero.rule import StateSpec, adamw_states
 from tiermem.zero.runtime import Runtime
-from tiermem.zero.update import PendingUpdate
-
-_UPDATED = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class AdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter 2019, algorithm 2) on sharded parameters.
+class AdamW(TieredOptimizer):
+    """AdamW (Loshchilov and Hutter 2019, algorithm 2) on sharded parameters; see `TieredOptimizer`.
 
-    Arguments are those of `torch.optim.AdamW`; ``lr`` may be a tensor. ``params`` are parameters of
-    one or more models sharded on one runtime. Parameters are float32, bfloat16 or float16; the 16-bit
-    ones have fp32 masters. ``amsgrad`` is not supported.
-
-    ``step()`` fixes what the update uses and returns; the update itself runs under the next forward
-    (``update: deferred``) or ran inside backward (``update: backward``). Anything that reads a
-    parameter or a state sees it updated. In fp32 the result is bit-equal to
+    Arguments are those of `torch.optim.AdamW`; ``lr`` may be a tensor. ``amsgrad`` is not supported
+    here (``Tiered(torch.optim.AdamW, params, amsgrad=True)`` is). In fp32 the result is bit-equal to
     ``torch.optim.AdamW(fused=True)`` (its vector path; torch's own tails depend on how it slices).
     """
 
@@ -55,12 +38,6 @@ class AdamW(torch.optim.Optimizer):
         maximize: bool = False,
         runtime: Runtime | None = None,
     ) -> None:
-        self._rule: AdamWRule | None = None
-        self._runtime = runtime
-        self._handles: dict[int, ShardedParam] = {}
-        self._options = OptionIndex(self._handle_of)
-        self._frozen_scalars: dict[ParamGroup, dict[int, AdamWStep]] = {}
-        self._control = StepControl(self)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -69,125 +46,20 @@ class AdamW(torch.optim.Optimizer):
             "maximize": maximize,
             "amsgrad": amsgrad,
         }
-        check_options(defaults)
-        super().__init__(params, defaults)
-        self.state = LazyStates(  # type: ignore[assignment]
-            self._all_params, self._state_of
-        )
+        super().__init__(params, defaults, runtime=runtime)
 
-    # ---- parameters
+    @staticmethod
+    def states(dtype: torch.dtype, config: TierConfig) -> tuple[StateSpec, ...]:
+        """For ``tiermem.shard(..., states=...)``."""
+        return adamw_states(dtype, config)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of parameters; those without gradients (frozen) get no states."""
-        check_options({**self.defaults, **param_group})
-        before = {id(p) for group in self.param_groups for p in group["params"]}
-        super().add_param_group(param_group)
-        try:
-            self._adopt([p for p in self.param_groups[-1]["params"] if id(p) not in before])
-        except BaseException:
-            self.param_groups.pop()
-            raise
+    def _make_rule(self, config: TierConfig) -> AdamWRule:
+        return AdamWRule(config)
 
-    def _adopt(self, fresh: Sequence[torch.Tensor]) -> None:
-        runtime = self._find_runtime(fresh)
-        touched: dict[ParamGroup, None] = {}
-        for param in fresh:
-            handle = runtime.resolve(param)
-            self._handles[id(param)] = handle
-            if handle.real.requires_grad and handle.real.dtype not in _UPDATED:
-                raise ConfigError(
-                    f"{handle.name!r} has dtype {handle.real.dtype}; AdamW updates float32, bfloat16 "
-                    f"and float16. Remedy: compute_dtype: 'bf16', 'fp16' or 'fp32', or freeze it"
-                )
-            if runtime.updates.owners.get(handle.group) is not self:
-                touched[handle.group] = None
-            if handle.real.requires_grad and handle.real.dtype == torch.float16:
-                self._control.scale_losses()
-        if runtime.config.scales_loss:
-            self._control.scale_losses()
-        with runtime.interrupts:
-            attach_optimizer(runtime, self, self.rule, list(touched))
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        check_adam_options(options)
 
-    def _find_runtime(self, params: Iterable[torch.Tensor]) -> Runtime:
-        if self._runtime is None:
-            for param in params:
-                if isinstance(param, Placeholder) and isinstance(param._handle, ShardedParam):
-                    self._runtime = param._handle.group.runtime
-                    break
-            else:
-                raise StateError(
-                    "none of these parameters is sharded. Remedy: tiermem.shard(model, runtime) before "
-                    "the optimizer is made, and model.parameters() taken after it (what was collected "
-                    "before shard() is not what the model holds now, nor is what fully_shard() or "
-                    "parallelize_module() has put in its place); torch.optim.AdamW for ordinary "
-                    "parameters"
-                )
-        return self._runtime
-
-    @property
-    def runtime(self) -> Runtime:
-        """The runtime of its parameters."""
-        assert self._runtime is not None
-        return self._runtime
-
-    def groups(self) -> list[ParamGroup]:
-        """The groups that it updates."""
-        return [g for g in self.runtime.groups if self.runtime.updates.owners.get(g) is self]
-
-    # ---- the step
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one step with the gradients accumulated so far; see the class."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._take_step()
-        return loss
-
-    @uninterrupted
-    def _take_step(self) -> None:
-        runtime = self.runtime
-        runtime.backward.forget_stale()
-        runtime.check_usable()
-        updates = runtime.updates
-        runtime.reducer.flush()
-        if updates.in_backward:
-            self._check_unchanged()
-        fresh = [g for g in self.groups() if g.gradient is not None and g.gradient.present]
-        if fresh and self._control.skips():
-            fresh = []
-        for group in self.groups():
-            if (group.pending is not None or group.owed) and group not in updates.updated:
-                runtime.gather.apply_pending([group])
-        for group in fresh:
-            updates.freeze(group, self)
-        updates.stepped(self)
-        runtime.reducer.stepped()
-        self._frozen_scalars.clear()
-        runtime.forward.pass_over = True
-        runtime.gather.prefetch(next_pass=True)
-
-    @property
-    def rule(self) -> AdamWRule:
-        if self._rule is None:
-            self._rule = AdamWRule(self.runtime.config)
-        return self._rule
-
-    def freeze(self, group: ParamGroup, gradient: GroupGradient) -> PendingUpdate:
-        """See `tiermem.zero.updates.OptimizerLink`."""
-        scalars = {}
-        for param in group.params:
-            if param.index in gradient.present:
-                options = self._options_of(param)
-                if options is not None:
-                    param.steps += 1
-                    scale = gradient.scale * self._control.unscale
-                    scalars[param.index] = self._scalars(options, param.steps, scale)
-        self._frozen_scalars[group] = scalars
-        return PendingUpdate(self.rule, scalars, gradient)
-
-    def _scalars(self, options: Mapping[str, Any], step: int, scale: float = 1.0) -> AdamWStep:
+    def _hyper(self, param: ShardedParam, options: Mapping[str, Any], scale: float) -> AdamWStep:
         beta1, beta2 = options["betas"]
         sign = -1.0 if options["maximize"] else 1.0
         return AdamWStep(
@@ -196,212 +68,6 @@ class AdamW(torch.optim.Optimizer):
             beta2=float(beta2),
             eps=float(options["eps"]),
             weight_decay=float(options["weight_decay"]),
-            step=step,
+            step=param.steps,
             grad_scale=sign * scale,
         )
-
-    def _options_of(self, param: ShardedParam) -> Mapping[str, Any] | None:
-        return self._options.find(self.param_groups, param)
-
-    def _handle_of(self, param: torch.Tensor) -> ShardedParam:
-        handle = self._handles.get(id(param))
-        if handle is None:
-            raise StateError(
-                f"param_groups hold a tensor of shape {tuple(param.shape)} that this optimizer was not "
-                f"given. Remedy: optimizer.add_param_group({{'params': ...}}), which gives it states"
-            )
-        return handle
-
-    def _check_unchanged(self) -> None:
-        """Inside-backward updates have used the options as they were during backward."""
-        for group, scalars in self._frozen_scalars.items():
-            for index, used in scalars.items():
-                options = self._options_of(group.params[index])
-                if options is None or self._scalars(options, used.step) != used:
-                    raise StateError(
-                        "an option of the optimizer (such as lr, or what its groups hold) was changed "
-                        "between backward and step(), but update: 'backward' has used it already. "
-                        "Remedy: change it before backward (schedulers: after step()), or update: "
-                        "'deferred'"
-                    )
-
-    @uninterrupted
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets gradients that no ``step()`` has taken."""
-        self.runtime.backward.forget_stale()
-        self.runtime.check_usable()
-        self.runtime.updates.check_discard(self)
-        for group in self.groups():
-            self.runtime.gradients.discard(group)
-            self.runtime.reducer.discard(group)
-            for param in group.params:
-                param.real.grad = None
-
-    # ---- all gradients together
-
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """``loss`` times the loss scale, in fp32: ``optimizer.scale(loss).backward()``. As it is where
-        losses are not scaled."""
-        return loss if self._control.scaler is None else self._control.scaler.apply(loss)
-
-    @property
-    def loss_scale(self) -> float:
-        """What `scale` multiplies by; it changes in ``step()`` only. 1.0 without loss scaling."""
-        return self._control.loss_scale
-
-    @property
-    def overflow(self) -> bool:
-        """Whether the last ``step()`` was skipped since a gradient was not finite."""
-        return self._control.scaler is not None and self._control.scaler.overflow
-
-    @property
-    def skipped_steps(self) -> int:
-        """How many steps were skipped so far."""
-        return 0 if self._control.scaler is None else self._control.scaler.skipped_steps
-
-    def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:
-        """Scales the next step's gradients so that their global 2-norm is at most ``max_norm``.
-
-        Returns the norm before clipping (fp64 scalar), of gradients without their loss scale; it stays
-        readable as `last_grad_norm`, the one after it as `last_clipped_norm`. The factor is
-        ``min(1, max_norm / (norm + 1e-6))``, applied in fp32 inside the update. Squares are summed
-        in fp64 in an order that does not depend on placement. After an overflow, which ``step()`` will
-        skip, the norm is not finite. Raises `StateError` with ``update: 'backward'``.
-        """
-        norm = self._control.clip(max_norm, error_if_nonfinite=error_if_nonfinite)
-        return torch.tensor(norm, dtype=torch.float64)
-
-    def grad_norm(self) -> float:
-        """The 2-norm over all gradients that the next ``step()`` would use, without their loss scale;
-        over several ranks one exchange of a number for each communicator."""
-        return self._control.grad_norm()
-
-    @property
-    def last_grad_norm(self) -> float | None:
-        """The last norm that was computed, before clipping; None before the first."""
-        return self._control.norm
-
-    @property
-    def last_clipped_norm(self) -> float | None:
-        """The same after clipping; where nothing was clipped it is the same number."""
-        return self._control.clipped_norm
-
-    def counts(self, param: ShardedParam) -> bool:
-        """Whether ``param`` is in one of the groups."""
-        return self._options_of(param) is not None
-
-    # ---- state
-
-    def _all_params(self) -> list[torch.Tensor]:
-        return list(itertools.chain.from_iterable(g["params"] for g in self.param_groups))
-
-    def _state_of(self, param: torch.Tensor) -> LazyState | None:
-        handle = self._handles.get(id(param))
-        if handle is None or handle.steps == 0:
-            return None
-        return LazyState(self._loaders(handle))
-
-    def _loaders(self, param: ShardedParam) -> dict[str, Callable[[], Any]]:
-        region = param.group.regions[param.segment.region]
-
-        def read(name: Field) -> torch.Tensor:
-            with self.runtime.interrupts:
-                self.runtime.check_usable()
-                self.runtime.gather.apply_pending([param.group])
-                return self.runtime.states.read(region, name, param)
-
-        loaders: dict[str, Callable[[], Any]] = {
-            "step": lambda: torch.tensor(float(param.steps)),
-            "exp_avg": lambda: read(Field.EXP_AVG),
-            "exp_avg_sq": lambda: read(Field.EXP_AVG_SQ),
-        }
-        if region.master is not None:
-            loaders["master"] = lambda: full_master(param.placeholder)
-        return loaders
-
-    def state_dict(self) -> dict[str, Any]:
-        """torch's shape: ``{"state": {index: ...}, "param_groups": [...]}``. States are read from
-        their tier when they are looked at (see `LazyState`), as they are then. Over several ranks
-        all of them look at the same ones in the same order; ``copy.deepcopy`` looks at all."""
-        for before in compat.state_dict_hooks(self, "before save"):
-            before(self)
-        state_dict = self._packed()
-        for after in compat.state_dict_hooks(self, "after save"):
-            changed = after(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        return state_dict
-
-    def _packed(self) -> dict[str, Any]:
-        params = self._all_params()
-        groups, start = [], 0
-        for group in self.param_groups:
-            options = {key: value for key, value in group.items() if key != "params"}
-            options["params"] = list(range(start, start + len(group["params"])))
-            start += len(group["params"])
-            groups.append(options)
-        states = LazyStates(
-            lambda: list(range(len(params))),
-            lambda i: self._state_of(params[i]) if 0 <= i < len(params) else None,
-        )
-        packed: dict[str, Any] = {"state": states, "param_groups": groups}
-        if self._control.scaler is not None:
-            packed["loss_scale"] = self._control.scaler.state_dict()
-        return packed
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes a state of this class or of `torch.optim.AdamW` over the same parameters in the same
-        order. ``master`` (fp32), where present, becomes the master and the parameter."""
-        state_dict = dict(state_dict)  # for hooks to change, as in torch
-        for before in compat.state_dict_hooks(self, "before load"):
-            changed = before(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        self._load(state_dict)
-        for after in compat.state_dict_hooks(self, "after load"):
-            after(self)
-
-    @uninterrupted
-    def _load(self, state_dict: Mapping[str, Any]) -> None:
-        if "param_groups" not in state_dict or "state" not in state_dict:
-            raise StateError("a state has the keys 'state' and 'param_groups'; this one lacks some")
-        saved = state_dict["param_groups"]
-        sizes = [len(group["params"]) for group in self.param_groups]
-        if [len(group["params"]) for group in saved] != sizes:
-            raise StateError(
-                f"the loaded state has parameter groups of sizes "
-                f"{[len(group['params']) for group in saved]}, this optimizer has {sizes}"
-            )
-        for group, loaded in zip(self.param_groups, saved, strict=True):
-            check_options({**group, **loaded})
-        positions = itertools.chain.from_iterable(group["params"] for group in saved)
-        handles = [self._handles[id(param)] for param in self._all_params()]
-        found = {
-            handle: state_dict["state"][position]
-            for position, handle in zip(positions, handles, strict=True)
-            if position in state_dict["state"]
-        }
-        for handle, state in found.items():
-            check_state(handle, state)
-        self.runtime.drain()
-        for group, loaded in zip(self.param_groups, saved, strict=True):
-            group.update({k: v for k, v in loaded.items() if k != "params"})
-        if self._control.scaler is not None and "loss_scale" in state_dict:
-            self._control.scaler.load_state_dict(state_dict["loss_scale"])
-        for handle in handles:
-            self._load_one(handle, found.get(handle))
-
-    def _load_one(self, param: ShardedParam, saved: Mapping[str, Any] | None) -> None:
-        """Takes one parameter's state; without one it starts anew, as in torch."""
-        region = param.group.regions[param.segment.region]
-        for key, name in MOMENT_KEYS.items():
-            if saved is not None:
-                self.runtime.states.write(region, name, param, _flat(saved[key], param))
-            elif name in region.initialised:
-                self.runtime.states.edit(region, name, param, lambda t: t.zero_())
-        if saved is not None and "master" in saved and region.master is not None:
-            set_full_master(param.placeholder, saved["master"])
-        param.steps = int(saved["step"]) if saved is not None else 0
-
-
-def _flat(value: torch.Tensor, param: ShardedParam) -> torch.Tensor:
-    part = param.part_of(value.detach()).to(device="cpu", dtype=torch.float32)
-    return flatten_like(part, param.spec.stride)

@@ -12,7 +12,7 @@ from tiermem.optim.norms import not_finite, sum_of_squares
 from tiermem.optim.scaling import LossScaler
 
 if TYPE_CHECKING:
-    from tiermem.optim.adamw import AdamW
+    from tiermem.optim.base import TieredOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 class StepControl:
     """One optimizer's. Over several ranks all of them call it alike, and come to the same numbers."""
 
-    def __init__(self, optimizer: AdamW) -> None:
+    def __init__(self, optimizer: TieredOptimizer) -> None:
         self._optimizer = optimizer
         self.scaler: LossScaler | None = None
         self.unscale = 1.0  # of the step that is being taken
@@ -46,7 +46,7 @@ class StepControl:
             runtime.updates.figures.loss_scale = self.scaler.scale
 
     def grad_norm(self) -> float:
-        """See `AdamW.grad_norm`."""
+        """See `TieredOptimizer.grad_norm`."""
         runtime = self._optimizer.runtime
         runtime.reducer.flush()
         squares = sum_of_squares(self._optimizer.groups(), self._optimizer.counts)
@@ -57,7 +57,7 @@ class StepControl:
         return self.norm
 
     def clip(self, max_norm: float, *, error_if_nonfinite: bool) -> float:
-        """See `AdamW.clip_grad_norm_`; the norm before."""
+        """See `TieredOptimizer.clip_grad_norm_`; the norm before."""
         runtime = self._optimizer.runtime
         if runtime.updates.in_backward:
             raise StateError(

@@ -51,19 +51,27 @@ class OptionIndex:
         return self._resolve(groups[index]["params"][position]) is param
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` for options of a parameter group that cannot work."""
+def check_adam_options(options: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for options of Adam and AdamW that cannot work."""
     if options.get("amsgrad"):
-        raise ConfigError("amsgrad=True is not supported (a third moment); use amsgrad=False")
-    for name in ("lr", "eps", "weight_decay"):
-        value = _number(name, options[name])
-        if not 0 <= value < math.inf:
-            raise ConfigError(f"{name} is {value}; it must be at least 0 and finite")
+        raise ConfigError(
+            "amsgrad=True is not supported (a third moment); use amsgrad=False, or "
+            "tiermem.optim.Tiered(torch.optim.AdamW, params, amsgrad=True)"
+        )
+    check_numbers(options, ("lr", "eps", "weight_decay"))
     betas = options["betas"]
     if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
         raise ConfigError(f"betas are {betas!r}; they must be two numbers, such as (0.9, 0.999)")
     if not all(0 <= _number("one of the betas", beta) < 1 for beta in betas):
         raise ConfigError(f"betas are {betas}; each must be at least 0 and below 1")
+
+
+def check_numbers(options: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raises `ConfigError` unless each is a number, at least 0 and finite."""
+    for name in names:
+        value = _number(name, options[name])
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"{name} is {value}; it must be at least 0 and finite")
 
 
 def _number(name: str, value: object) -> float:

@@ -1,4 +1,4 @@
-"""Optimizer state that is loaded when somebody looks at it, and checks of what is given back."""
+"""Optimizer state that is loaded when somebody looks at it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tiermem.errors import StateError
-from tiermem.types import Field
-from tiermem.zero.param import ShardedParam
-
 Loader = Callable[[], Any]
 
 
 class LazyState(Mapping[str, Any]):
-    """The state of one parameter: ``step``, ``exp_avg``, ``exp_avg_sq`` and, for 16-bit
-    parameters, ``master`` (fp32). A value is read from its tier at each access, as it is then, into a
-    tensor of the caller's; pickling (``torch.save``) reads all of them, one parameter after another.
+    """The state of one parameter, under torch's own keys (of AdamW ``step``, ``exp_avg``,
+    ``exp_avg_sq``) and, for 16-bit parameters, ``master`` (fp32). A value is read from its tier at each
+    access, as it is then, into a tensor of the caller's; pickling (``torch.save``) reads all of them,
+    one parameter after another.
     """
 
     __slots__ = ("_loaders",)
@@ -71,19 +68,3 @@ class LazyStates(Mapping[Any, LazyState]):
 
     def __deepcopy__(self, memo: Any) -> dict[Any, Any]:
         return {key: dict(value.items()) for key, value in self.items()}
-
-
-MOMENT_KEYS = {"exp_avg": Field.EXP_AVG, "exp_avg_sq": Field.EXP_AVG_SQ}
-
-
-def check_state(param: ShardedParam, saved: Mapping[str, Any]) -> None:
-    """Raises `StateError` if ``saved`` is not a state of ``param``."""
-    missing = [key for key in ("step", *MOMENT_KEYS) if key not in saved]
-    if missing:
-        raise StateError(f"the loaded state of {param.name!r} lacks {', '.join(missing)}")
-    for key in (*MOMENT_KEYS, "master"):
-        if key in saved and tuple(saved[key].shape) != tuple(param.shape):
-            raise StateError(
-                f"{key} of {param.name!r} has shape {tuple(saved[key].shape)}, the parameter has "
-                f"{tuple(param.shape)}"
-            )

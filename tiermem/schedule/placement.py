@@ -9,6 +9,7 @@ and optimizer states move twice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,30 @@ class GroupSize:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotShape:
+    """What a slot of the update pipeline holds for each element: the values of ``num_states`` states,
+    ``state_itemsize`` bytes together (a fraction where elements share values), and a gradient. Slices
+    start at multiples of ``granule_numel`` elements."""
+
+    state_itemsize: float
+    grad_itemsize: int
+    num_states: int
+    granule_numel: int = ALIGNMENT
+
+    @property
+    def itemsize(self) -> float:
+        return self.state_itemsize + self.grad_itemsize
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of a slot for ``numel`` elements; each state begins on an aligned address."""
+        return round_up(math.ceil(numel * self.itemsize)) + (self.num_states + 1) * ALIGNMENT
+
+    def fit(self, numel: int, largest: int) -> int:
+        """``numel`` elements or a little more that slices can have; the largest region's are one."""
+        return min(round_up(numel, self.granule_numel), max(round_up(largest), ALIGNMENT))
+
+
+@dataclass(frozen=True, slots=True)
 class HostRequest:
     """What the division has to serve."""
 
@@ -45,8 +70,7 @@ class HostRequest:
     optimizer: Tier
     spill_allowed: bool  # there are paths to spill gradients to
     keep_gradients: bool  # deferred updates keep them until the next forward
-    state_itemsize: int  # bytes per element that a slot reads for one element's states
-    grad_itemsize: int
+    slot: SlotShape
     sub_group_numel: int | None
     transfer_bytes: int  # for groups on their way to or from an accelerator
     stripe_bytes: int  # resident parts are whole stripe units
@@ -69,11 +93,6 @@ class HostPlan:
     smallest_budget: int
 
 
-def slot_bytes(sub_group_numel: int, state_itemsize: int, grad_itemsize: int) -> int:
-    """One slot holds every state of ``sub_group_numel`` elements and their gradient."""
-    return round_up(sub_group_numel * (state_itemsize + grad_itemsize)) + 4 * ALIGNMENT
-
-
 def plan_host(groups: Sequence[GroupSize], request: HostRequest) -> HostPlan:
     """Divides ``request.budget``. Raises `BudgetError` with the smallest budget that works."""
     fixed = _fixed_bytes(groups, request)
@@ -83,14 +102,10 @@ def plan_host(groups: Sequence[GroupSize], request: HostRequest) -> HostPlan:
     staging_bytes = max((g.staged_bytes for g in streams), default=0)
     all_kept = sum(g.grad_bytes for g in streams)
     must_keep = request.keep_gradients and not request.spill_allowed
-    smallest_sub_group = min(
-        round_up(request.sub_group_numel or MIN_SUB_GROUP_NUMEL), max(round_up(largest), ALIGNMENT)
-    )
+    smallest_sub_group = request.slot.fit(request.sub_group_numel or MIN_SUB_GROUP_NUMEL, largest)
     working = all_kept if must_keep else staging_bytes
     if needs_slots:
-        working += MIN_SLOTS * slot_bytes(
-            smallest_sub_group, request.state_itemsize, request.grad_itemsize
-        )
+        working += MIN_SLOTS * request.slot.nbytes(smallest_sub_group)
     smallest = fixed + max(working, request.fill_bytes)
     used = request.total - request.budget
     if request.budget < smallest:
@@ -104,7 +119,7 @@ def plan_host(groups: Sequence[GroupSize], request: HostRequest) -> HostPlan:
     if needs_slots:
         reserve = all_kept if must_keep else staging_bytes
         sub_group, num_slots = _choose_slots(request, free - reserve, largest, smallest_sub_group)
-    slot = slot_bytes(sub_group, request.state_itemsize, request.grad_itemsize) if num_slots else 0
+    slot = request.slot.nbytes(sub_group) if num_slots else 0
     free -= num_slots * slot
     num_staging = 0
     if must_keep:
@@ -175,27 +190,29 @@ def _choose_slots(
 ) -> tuple[int, int]:
     """Slots large enough for long transfers, small enough that some are read, computed and written
     at the same time: about 40% of the budget in `PREFERRED_SLOTS` slots."""
-    per_element = request.state_itemsize + request.grad_itemsize
+    slot = request.slot
     if request.sub_group_numel is not None:
-        sub_group = min(round_up(request.sub_group_numel), max(round_up(largest), ALIGNMENT))
+        sub_group = slot.fit(request.sub_group_numel, largest)
     else:
-        target = int(request.total * 0.4) // (PREFERRED_SLOTS * per_element)
-        sub_group = min(target, MAX_SUB_GROUP_NUMEL, largest) // ALIGNMENT * ALIGNMENT
+        target = int(request.total * 0.4 / (PREFERRED_SLOTS * slot.itemsize))
+        sub_group = _whole_granules(min(target, MAX_SUB_GROUP_NUMEL, largest), slot)
         sub_group = max(sub_group, smallest_sub_group)
     num = PREFERRED_SLOTS
-    while num > MIN_SLOTS and (
-        num * slot_bytes(sub_group, request.state_itemsize, request.grad_itemsize) > free
-    ):
+    while num > MIN_SLOTS and num * slot.nbytes(sub_group) > free:
         num -= 1
-    while num * slot_bytes(sub_group, request.state_itemsize, request.grad_itemsize) > free:
+    while num * slot.nbytes(sub_group) > free:
         if request.sub_group_numel is not None or sub_group <= smallest_sub_group:
-            needed = num * slot_bytes(sub_group, request.state_itemsize, request.grad_itemsize)
+            needed = num * slot.nbytes(sub_group)
             raise BudgetError(
                 f"sub_group_numel {sub_group} needs {format_bytes(needed)} of host memory in {num} "
                 f"slots, {format_bytes(free)} are free; lower sub_group_numel or raise host_memory"
             )
-        sub_group = max(smallest_sub_group, sub_group // 2 // ALIGNMENT * ALIGNMENT)
+        sub_group = max(smallest_sub_group, _whole_granules(sub_group // 2, slot))
     return sub_group, num
+
+
+def _whole_granules(numel: int, slot: SlotShape) -> int:
+    return numel // slot.granule_numel * slot.granule_numel
 
 
 def _with_residents(

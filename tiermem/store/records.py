@@ -12,7 +12,7 @@ from tiermem.io.base import Op
 from tiermem.memory.arena import Arena, Block
 from tiermem.memory.ranges import RangeSet
 from tiermem.store.striping import Piece, StripeMap
-from tiermem.types import ALIGNMENT, Field, Purpose, Tier, format_bytes, round_up
+from tiermem.types import ALIGNMENT, Purpose, Tier, format_bytes, round_up
 
 if TYPE_CHECKING:
     from tiermem.store.transfer import Transfer
@@ -55,7 +55,7 @@ class RecordSpec:
     """
 
     name: str
-    field: Field
+    field: str  # a `Field`, or the name of an optimizer's state
     nbytes: int
     tier: Tier
     host_fraction: float = 0.0
@@ -94,7 +94,7 @@ class Record:
 
     @property
     def name(self) -> str:
-        return f"{self.spec.name}/{self.spec.field.value}"
+        return f"{self.spec.name}/{self.spec.field}"
 
     @property
     def nbytes(self) -> int:

@@ -66,7 +66,7 @@ def full_master(param: torch.Tensor) -> torch.Tensor:
     region = handle.group.regions[handle.segment.region]
     if region.master is None:
         return value.to(torch.float32)
-    if region.master is Field.MASTER:
+    if region.master == Field.MASTER:
         with runtime.interrupts:
             return runtime.states.read(region, Field.MASTER, handle)
     stride = handle.spec.stride

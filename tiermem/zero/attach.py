@@ -8,10 +8,10 @@ from tiermem.errors import StateError
 from tiermem.schedule.placement import plan_host
 from tiermem.types import Field, round_up
 from tiermem.zero.group import ParamGroup
-from tiermem.zero.plan import existing_size, host_request, reduce_bytes, slot_itemsizes
+from tiermem.zero.plan import existing_size, grad_itemsize, host_request, reduce_bytes
+from tiermem.zero.rule import StatePlan, UpdateRule, slot_shape
 from tiermem.zero.runtime import Runtime
 from tiermem.zero.shard import add_state
-from tiermem.zero.update import UpdateRule
 from tiermem.zero.updates import OptimizerLink
 
 
@@ -46,12 +46,17 @@ def _divide(runtime: Runtime, rule: UpdateRule, groups: Sequence[ParamGroup]) ->
     config = runtime.config
     runtime.pipeline.release_slots()
     runtime.gradients.release_staging()
-    every = [*groups, *runtime.updates.owners]
+    rules = dict.fromkeys(groups, rule)
+    rules |= {group: owner.rule for group, owner in runtime.updates.owners.items()}
+    trainable = [(r.layout, rule) for g, rule in rules.items() for r in g.regions if r.trainable]
     plan = plan_host(
-        [existing_size(group, config) for group in every],
+        [existing_size(group, config, _states_of(rule)) for group, rule in rules.items()],
         host_request(
             config,
-            slot_itemsizes([r.layout for group in every for r in group.regions if r.trainable], config),
+            slot_shape(
+                [rule.states(layout.dtype) for layout, rule in trainable],
+                grad_itemsize([layout for layout, _ in trainable], config),
+            ),
             total=runtime.host.nbytes,
             free=runtime.host.free_bytes,
             transfer_bytes=runtime.transfer_groups
@@ -79,10 +84,14 @@ def _divide(runtime: Runtime, rule: UpdateRule, groups: Sequence[ParamGroup]) ->
         _make_records(runtime, rule, group, plan.state_fraction)
 
 
+def _states_of(rule: UpdateRule) -> StatePlan:
+    return lambda dtype, _: rule.states(dtype)
+
+
 def _make_records(runtime: Runtime, rule: UpdateRule, group: ParamGroup, fraction: float) -> None:
     for region in group.regions:
         if region.trainable:
-            for name, dtype in rule.state_fields(region.layout.dtype):
-                add_state(runtime, group, region, name, dtype, fraction)
-            if region.master is Field.MASTER and Field.MASTER not in region.initialised:
+            for spec in rule.states(region.layout.dtype):
+                add_state(runtime, group, region, spec, fraction)
+            if region.master == Field.MASTER and Field.MASTER not in region.initialised:
                 runtime.gather.build_master(group, region)  # it was frozen when it was sharded

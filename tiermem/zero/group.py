@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from tiermem.store.store import TieredStore
     from tiermem.store.transfer import Transfer
     from tiermem.zero.group_gradient import GroupGradient
+    from tiermem.zero.rule import StateSpec
     from tiermem.zero.runtime import Runtime
     from tiermem.zero.update import PendingUpdate, UpdateJob
 
@@ -66,11 +67,15 @@ _ALLOWED = {
 
 @dataclass(frozen=True, slots=True)
 class StateRecord:
-    """One optimizer state of a region: its record, the store that holds it, its dtype."""
+    """One optimizer state of a region: its record, the store that holds it, what its values are."""
 
     record: Record
     store: TieredStore
-    dtype: torch.dtype
+    spec: StateSpec
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.spec.dtype
 
 
 @dataclass(slots=True)
@@ -85,8 +90,8 @@ class Region:
     shard: Span
     owned: Span
     number: int
-    states: dict[Field, StateRecord] = field(default_factory=dict)
-    initialised: set[Field] = field(default_factory=set)
+    states: dict[str, StateRecord] = field(default_factory=dict)
+    initialised: set[str] = field(default_factory=set)
 
     @property
     def master(self) -> Field | None:

@@ -2,8 +2,8 @@
 
 A group is one byte buffer of *regions*; a region holds consecutive parameters that share dtype and
 trainability, so that its optimizer records are indexed by the same element numbers. Regions start
-on 4096-byte boundaries (they are read and written by themselves), parameters on 32 elements (a
-cache line or more in 16 and 32 bit).
+on 4096-byte boundaries (they are read and written by themselves), parameters on 256 elements (whole
+cache lines, and whole blocks of states that elements share: see [Note: state blocks] in rule.py).
 
 [Note: shards] Over W ranks each region is padded to W equal *shards* of whole 4096-byte units; rank
 r owns the r-th. Every region is cut by itself, so that a group's trainable part is spread as evenly
@@ -19,7 +19,7 @@ import torch
 
 from tiermem.types import ALIGNMENT, round_up
 
-SEGMENT_ALIGNMENT_NUMEL = 32
+SEGMENT_ALIGNMENT_NUMEL = 256
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,12 +26,6 @@ def master_state(dtype: torch.dtype, config: TierConfig) -> tuple[Field, torch.d
     return None
 
 
-def state_itemsize(dtype: torch.dtype, config: TierConfig) -> int:
-    """Bytes of AdamW's states per element beside the parameter: two fp32 moments, and what its
-    master takes."""
-    return 8 + master_itemsize(dtype, config)
-
-
 def master_itemsize(dtype: torch.dtype, config: TierConfig) -> int:
     """Bytes per element of the state in which the master is kept."""
     state = master_state(dtype, config)

@@ -14,14 +14,16 @@ from tiermem.schedule.placement import (
     GroupSize,
     HostPlan,
     HostRequest,
+    SlotShape,
     plan_device,
     plan_host,
 )
-from tiermem.types import Tier, round_up
+from tiermem.types import ALIGNMENT, Tier, round_up
 from tiermem.zero.group import ParamGroup
 from tiermem.zero.layout import GroupLayout, ParamSpec, RegionLayout, dense_stride, plan_layout
-from tiermem.zero.masters import master_itemsize, state_itemsize
+from tiermem.zero.masters import master_itemsize
 from tiermem.zero.reduce import MAX_IN_FLIGHT
+from tiermem.zero.rule import StatePlan, slot_shape, state_bytes
 from tiermem.zero.sharing import Sharing
 from tiermem.zero.wrap import PlannedParam, PlannedUnit
 
@@ -90,6 +92,7 @@ def group_size(
     trainable: Sequence[RegionLayout],
     config: TierConfig,
     sharing: Sharing,
+    states: StatePlan,
     *,
     small: bool,
 ) -> GroupSize:
@@ -101,10 +104,7 @@ def group_size(
         param_bytes=layout.nbytes,
         record_bytes=sum(part.nbytes for part in sharing.record_parts(layout)),
         trainable_numel=sum(numel for numel, _ in owned),
-        state_bytes=sum(
-            round_up(numel * 4) * 2 + round_up(numel * master_itemsize(dtype, config))
-            for numel, dtype in owned
-        ),
+        state_bytes=sum(state_bytes(states(dtype, config), numel) for numel, dtype in owned),
         grad_bytes=wide if config.starts_wide else narrow,
         staged_bytes=wide if config.may_widen else narrow,
         persistent=small,
@@ -113,7 +113,7 @@ def group_size(
 
 def host_request(
     config: TierConfig,
-    itemsizes: tuple[int, int],
+    slot: SlotShape,
     *,
     total: int,
     free: int,
@@ -122,8 +122,8 @@ def host_request(
 ) -> HostRequest:
     """The request to divide ``free`` of ``total`` bytes.
 
-    ``itemsizes``: bytes per element of states and of gradients; ``transfer_bytes``: for groups on their
-    way to an accelerator; ``params_paid``: parameters have their memory already.
+    ``transfer_bytes``: for groups on their way to an accelerator; ``params_paid``: parameters have
+    their memory already.
     """
     spill = bool(config.paths) and config.uses_nvme
     return HostRequest(
@@ -133,8 +133,7 @@ def host_request(
         optimizer=Tier(config.optimizer),
         spill_allowed=spill,
         keep_gradients=config.effective_update == "deferred",
-        state_itemsize=itemsizes[0],
-        grad_itemsize=itemsizes[1],
+        slot=slot,
         sub_group_numel=config.sub_group_numel,
         transfer_bytes=transfer_bytes,
         stripe_bytes=int(config.stripe_bytes),
@@ -142,15 +141,10 @@ def host_request(
     )
 
 
-def slot_itemsizes(regions: Iterable[RegionLayout], config: TierConfig) -> tuple[int, int]:
-    """The most bytes per element that a slot has to take for trainable ``regions``: states,
-    gradient."""
-    dtypes = {region.dtype for region in regions}
-    states = max((state_itemsize(d, config) for d in dtypes), default=0)
-    grads = max((d.itemsize for d in dtypes), default=0)
-    if config.may_widen:
-        grads = 4 if dtypes else 0
-    return states, grads
+def grad_itemsize(regions: Iterable[RegionLayout], config: TierConfig) -> int:
+    """The most bytes that a gradient of trainable ``regions`` has when it is used."""
+    sizes = [4 if config.may_widen else region.dtype.itemsize for region in regions]
+    return max(sizes, default=0)
 
 
 def plan_for_shard(
@@ -159,40 +153,45 @@ def plan_for_shard(
     total: int,
     free: int,
     transfer_groups: int,
+    states: StatePlan,
 ) -> tuple[HostPlan, DevicePlan]:
-    """Both budgets, as if AdamW came for everything trainable. ``transfer_groups`` of the largest
-    size may be on their way to an accelerator. Raises `BudgetError`."""
-    sizes = [
-        group_size(
-            g.layout, [r for r in g.layout.regions if r.trainable], config, g.sharing, small=g.small
-        )
-        for g in groups
-    ]
-    itemsizes = slot_itemsizes([r for g in groups for r in g.layout.regions if r.trainable], config)
+    """Both budgets, as if an optimizer with ``states`` came for everything trainable.
+    ``transfer_groups`` of the largest size may be on their way to an accelerator. Raises
+    `BudgetError`."""
+    sizes = [_planned_size(group, config, states) for group in groups]
+    trainable = [r for g in groups for r in g.layout.regions if r.trainable]
+    slot = slot_shape([states(r.dtype, config) for r in trainable], grad_itemsize(trainable, config))
     transfer = transfer_groups * max((round_up(g.layout.nbytes) for g in groups), default=0)
     transfer += reduce_bytes([(g.sharing, g.layout) for g in groups], config)
-    request = host_request(config, itemsizes, total=total, free=free, transfer_bytes=transfer)
+    request = host_request(config, slot, total=total, free=free, transfer_bytes=transfer)
     host = plan_host(sizes, replace(request, fill_bytes=_fill_bytes(groups, config)))
     held = [replace(size, persistent=group.stays) for group, size in zip(groups, sizes, strict=True)]
-    states = 0
+    on_device = 0
     if config.optimizer == "device":
-        states = sum(s.state_bytes + 16 * 4096 for s in sizes)
+        on_device = sum(s.state_bytes + 16 * ALIGNMENT for s in sizes)
     device = plan_device(
         held,
         _working_bytes(groups),
         int(config.device_memory) if config.device_memory is not None else None,
         int(config.prefetch_bytes) if config.prefetch_bytes is not None else None,
-        states,
+        on_device,
     )
     return host, device
 
 
-def nvme_bytes(groups: Sequence[PlannedGroup], config: TierConfig, host: HostPlan) -> int:
-    """What the paths have to take, padding aside, as if AdamW came for everything trainable."""
+def _planned_size(group: PlannedGroup, config: TierConfig, states: StatePlan) -> GroupSize:
+    trainable = [r for r in group.layout.regions if r.trainable]
+    return group_size(group.layout, trainable, config, group.sharing, states, small=group.small)
+
+
+def nvme_bytes(
+    groups: Sequence[PlannedGroup], config: TierConfig, host: HostPlan, states: StatePlan
+) -> int:
+    """What the paths have to take, padding aside, as if an optimizer with ``states`` came for
+    everything trainable."""
     total = 0.0
     for index, group in enumerate(groups):
-        trainable = [r for r in group.layout.regions if r.trainable]
-        size = group_size(group.layout, trainable, config, group.sharing, small=group.small)
+        size = _planned_size(group, config, states)
         if config.params == "nvme" and not group.stays:
             total += size.record_bytes * (1 - host.param_fraction)
         if config.optimizer == "nvme" and not group.small:
@@ -242,10 +241,10 @@ def reduce_bytes(groups: Iterable[tuple[Sharing, GroupLayout]], config: TierConf
     return (total if late else min(total, in_flight * largest)) + MAX_IN_FLIGHT * largest
 
 
-def existing_size(group: ParamGroup, config: TierConfig) -> GroupSize:
+def existing_size(group: ParamGroup, config: TierConfig, states: StatePlan) -> GroupSize:
     """What an existing group still has to be given: states that have records are paid already."""
     trainable = [region.layout for region in group.regions if region.trainable]
-    size = group_size(group.layout, trainable, config, group.sharing, small=group.small)
+    size = group_size(group.layout, trainable, config, group.sharing, states, small=group.small)
     paid = sum(round_up(s.record.nbytes) for region in group.regions for s in region.states.values())
     attached = group in group.runtime.updates.owners  # then its own gradient buffer is paid too
     return replace(

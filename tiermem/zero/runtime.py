@@ -260,7 +260,7 @@ class Runtime:
     def _write_failed(self, record: Record, error: TierIOError) -> None:
         """For the store, on any thread. A gradient that could not be written is still in memory; of
         anything else there is no second copy."""
-        if record.spec.field is not Field.GRAD:
+        if record.spec.field != Field.GRAD:
             self.mark_torn(error)
 
     @property

@@ -22,9 +22,9 @@ from tiermem.zero.agreement import check_alike, share_buffers
 from tiermem.zero.forward import Unit
 from tiermem.zero.group import GroupTraits, ParamGroup, Region, StateRecord
 from tiermem.zero.guards import install_guards
-from tiermem.zero.masters import master_state
 from tiermem.zero.materialize import Filler, Init, find_initialiser, materialise_buffers
 from tiermem.zero.plan import PlannedGroup, nvme_bytes, plan_for_shard, plan_groups
+from tiermem.zero.rule import StatePlan, StateSpec, adamw_states, master_states
 from tiermem.zero.runtime import Runtime
 from tiermem.zero.split import Split, check_apart, mesh_of
 from tiermem.zero.strays import warn_of_strays
@@ -40,6 +40,7 @@ def shard(
     mesh: DeviceMesh | None = None,
     model_mesh: DeviceMesh | None = None,
     replicated: Iterable[str] = (),
+    states: StatePlan = adamw_states,
 ) -> nn.Module:
     """Shards ``model`` over the tiers of ``runtime``, in place; returns it.
 
@@ -60,6 +61,10 @@ def shard(
     their mesh, all others are the same on its ranks. What is split in another way, ordinary parameters
     over that same mesh too, needs ``model_mesh``, the dimension, and ``replicated``, the names of the
     parameters that are the same on all ranks of it and count once.
+
+    ``states`` says what the optimizer that comes will keep for each parameter, so that budgets are
+    planned for it: ``tiermem.optim.SGD.states``, ``tiermem.optim.AdamW8bit.states``, ... (default:
+    AdamW's).
 
     Raises `BudgetError` (with the smallest budget that works), `TierIOError` (the paths have no room
     for what is to come), `StateError` and `TypeError` before anything is changed; `StateError` also
@@ -85,10 +90,11 @@ def shard(
         runtime.host.nbytes,
         runtime.host.free_bytes,
         runtime.transfer_groups,
+        states,
     )
     if runtime.gather.room.pool is not None:
         _check_beside_others(runtime, device)
-    runtime.store.check_room(nvme_bytes(groups, runtime.config, host))
+    runtime.store.check_room(nvme_bytes(groups, runtime.config, host, states))
     names = {module: name for name, module in model.named_modules()}
     initialise = find_initialiser(model, init, names)
     across = _across(runtime, model, split_over, model_mesh, replicated)
@@ -249,24 +255,23 @@ def _make_records(
         spec = RecordSpec(group.name, Field.PARAM, group.record_bytes, tier, fraction)
         group.record = add_record(runtime.store, spec)
     for region in group.regions:
-        master = master_state(region.layout.dtype, config)
-        if region.trainable and master is not None:
-            add_state(runtime, group, region, *master, state_fraction)
+        for state in master_states(region.layout.dtype, config) if region.trainable else ():
+            add_state(runtime, group, region, state, state_fraction)
 
 
 def add_state(
     runtime: Runtime,
     group: ParamGroup,
     region: Region,
-    name: Field,
-    dtype: torch.dtype,
+    state: StateSpec,
     fraction: float,
 ) -> None:
     """Makes the record of one optimizer state, where the configuration wants it."""
+    name = state.name
     if name in region.states or region.owned.numel == 0:
         return
     tier = Tier(runtime.config.optimizer)
-    nbytes = round_up(region.owned.numel * dtype.itemsize)
+    nbytes = round_up(state.nbytes(region.owned.numel))
     label = f"{group.name}[{region.layout.index}]"
     if tier is Tier.DEVICE:
         assert runtime.device_store is not None
@@ -275,7 +280,7 @@ def add_state(
         store, spec = runtime.store, RecordSpec(label, name, nbytes, Tier.HOST)
     else:
         store, spec = runtime.store, RecordSpec(label, name, nbytes, Tier.NVME, fraction)
-    region.states[name] = StateRecord(add_record(store, spec), store, dtype)
+    region.states[name] = StateRecord(add_record(store, spec), store, state)
 
 
 def add_record(store: TieredStore, spec: RecordSpec) -> Record:

@@ -23,31 +23,36 @@ class StateAccess:
     def __init__(self, pipeline: UpdatePipeline) -> None:
         self._pipeline = pipeline
 
-    def read(self, region: Region, name: Field, param: ShardedParam) -> torch.Tensor:
-        """A new tensor of the parameter's shape and stride with its state ``name``; zeros if it
-        was never written. Over several ranks all of them call it."""
+    def read(self, region: Region, name: str, param: ShardedParam) -> torch.Tensor:
+        """A new tensor of the parameter's shape and stride with its state ``name``, which has a value
+        for each element; zeros if it was never written. Over several ranks all of them call it."""
         spec = param.segment.spec
-        dtype = region.states[name].dtype
-        result = torch.zeros(spec.numel, dtype=dtype)
+        values = self.read_values(region, name, param)
+        return param.wrap(values.as_strided(spec.shape, spec.stride))
+
+    def read_values(self, region: Region, name: str, param: ShardedParam) -> torch.Tensor:
+        """The values of the parameter's state ``name``, 1-D, in its memory order; zeros if it was never
+        written. Over several ranks all of them call it."""
+        state = region.states[name]
+        result = torch.zeros(state.spec.count(param.spec.numel), dtype=state.dtype)
         if name in region.initialised:
             for part, position in self._parts(region, name, param, write=False):
                 result[position : position + part.numel()] = part
             if region.owned.numel < region.layout.numel:
-                collect(param, result, name.value)
-        return param.wrap(result.as_strided(spec.shape, spec.stride))
+                collect(param, result, str(name), state.spec.block_numel)
+        return result
 
-    def write(self, region: Region, name: Field, param: ShardedParam, value: torch.Tensor) -> None:
-        """Sets the parameter's state ``name`` from ``value`` (1-D, in the memory order of the
-        parameter)."""
+    def write(self, region: Region, name: str, param: ShardedParam, values: torch.Tensor) -> None:
+        """Sets the parameter's state ``name`` from ``values``, as `read_values` gives them."""
         if name not in region.initialised:
             self.fill(region, name, None)
         for part, position in self._parts(region, name, param, write=True):
-            part.copy_(value[position : position + part.numel()])
+            part.copy_(values[position : position + part.numel()])
 
     def edit(
         self,
         region: Region,
-        name: Field,
+        name: str,
         param: ShardedParam,
         change: Callable[[torch.Tensor], object],
     ) -> None:
@@ -63,12 +68,12 @@ class StateAccess:
             return
         values = param.group.region_view(region)[segment.start : segment.stop]
         for part, position in self._parts(region, name, param, write=True):
-            if name is Field.MASTER:
+            if name == Field.MASTER:
                 part.copy_(values[position : position + part.numel()])
             else:
                 part.zero_()
 
-    def fill(self, region: Region, name: Field, values: torch.Tensor | None) -> None:
+    def fill(self, region: Region, name: str, values: torch.Tensor | None) -> None:
         """Writes all of a state: what this rank owns of ``values``, which has an element for each one
         of the region, or zeros."""
         state = region.states[name]
@@ -88,7 +93,7 @@ class StateAccess:
         region.initialised.add(name)
 
     def _parts(
-        self, region: Region, name: Field, param: ShardedParam, *, write: bool
+        self, region: Region, name: str, param: ShardedParam, *, write: bool
     ) -> Iterator[tuple[torch.Tensor, int]]:
         """Views of the parameter's state, as far as this rank owns it, with their first element's
         number; with ``write`` each is written back after the caller is done with it."""
@@ -97,9 +102,9 @@ class StateAccess:
         mine = region.owned.meet(segment.start, segment.stop)
         if not mine.numel:
             return
-        itemsize, skipped = state.dtype.itemsize, mine.start - segment.start
-        first = (mine.start - region.owned.start) * itemsize
-        last = (mine.stop - region.owned.start) * itemsize
+        skipped = state.spec.count(mine.start - segment.start)
+        first = state.spec.nbytes(mine.start - region.owned.start)
+        last = state.spec.nbytes(mine.stop - region.owned.start)
         if state.record.host_only:
             address = state.store.view_address(state.record) + first
             yield tensor_over(address, last - first)[0].view(state.dtype), skipped
@@ -133,9 +138,10 @@ def _fill(destination: torch.Tensor, values: torch.Tensor | None, first: int) ->
         destination[: part.numel()].copy_(part)
 
 
-def collect(param: ShardedParam, values: torch.Tensor, what: str) -> None:
-    """Fills in, from the ranks that own them, what is not this rank's of ``values``, one for each
-    element of ``param`` in memory order. All ranks call it, for the same ``what``."""
+def collect(param: ShardedParam, values: torch.Tensor, what: str, block_numel: int = 1) -> None:
+    """Fills in, from the ranks that own them, what is not this rank's of ``values``, one for each block
+    of ``block_numel`` elements of ``param`` in memory order. All ranks call it, for the same
+    ``what``."""
     group, segment = param.group, param.segment
     group.runtime.gather.shares.start_owed()
     comm = group.sharing.comm
@@ -143,7 +149,8 @@ def collect(param: ShardedParam, values: torch.Tensor, what: str) -> None:
     parts = []
     for rank in range(comm.size):
         theirs = region.layout.shard(rank, comm.size).meet(segment.start, segment.stop)
-        parts.append(values[theirs.start - segment.start : theirs.stop - segment.start])
+        first = (theirs.start - segment.start) // block_numel
+        parts.append(values[first : first - (-theirs.numel // block_numel)])
     mine = parts[comm.rank]
     # Another message for everything that may be read: ranks that read in another order disagree.
     number = zlib.crc32(f"{what} {param.name} {group.updates}".encode()) & MAX_INDEX

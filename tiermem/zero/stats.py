@@ -136,9 +136,9 @@ def placement(runtime: Runtime) -> dict[str, dict[str, int]]:
     """Bytes of each kind of record in each tier."""
     result: dict[str, dict[str, int]] = {}
 
-    def add(field: Field, tier: Tier, nbytes: int) -> None:
+    def add(field: str, tier: Tier, nbytes: int) -> None:
         if nbytes:
-            of_field = result.setdefault(field.value, {t.value: 0 for t in Tier})
+            of_field = result.setdefault(str(field), {t.value: 0 for t in Tier})
             of_field[tier.value] += nbytes
 
     for group in runtime.groups:

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,7 +30,8 @@ from tiermem.memory.arena import Arena, Block
 from tiermem.memory.lease import tensor_over
 from tiermem.store.store import TieredStore
 from tiermem.store.transfer import Transfer
-from tiermem.types import ALIGNMENT, Field, Purpose, format_bytes, round_up
+from tiermem.types import ALIGNMENT, Purpose, format_bytes, round_up
+from tiermem.zero.rule import UpdateRule
 
 if TYPE_CHECKING:
     from tiermem.zero.gradients import GradientStore
@@ -41,23 +42,6 @@ logger = logging.getLogger(__name__)
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
-
-
-class UpdateRule(Protocol):
-    """An element-wise optimizer, applied to slices."""
-
-    def state_fields(self, dtype: torch.dtype) -> tuple[tuple[Field, torch.dtype], ...]:
-        """The states of a region of ``dtype``, beside the parameter itself."""
-
-    def apply(
-        self,
-        kernels: Kernels,
-        hyper: Any,
-        param: torch.Tensor,
-        states: dict[Field, torch.Tensor],
-        gradient: torch.Tensor,
-    ) -> None:
-        """Updates equal-length 1-D slices in place."""
 
 
 @dataclass(slots=True)
@@ -99,7 +83,7 @@ class _Slice:
     start: int
     stop: int
     slot: _Slot | None
-    states: dict[Field, torch.Tensor] = field(default_factory=dict)
+    states: dict[str, torch.Tensor] = field(default_factory=dict)
     gradient: torch.Tensor | None = None
     reads: list[Transfer] = field(default_factory=list)
     fresh: list[torch.Tensor] = field(default_factory=list)  # states that start at zero
@@ -284,8 +268,8 @@ class UpdatePipeline:
             if not members:
                 continue
             segments = [job.group.layout.segments[i] for i in members]
-            fields = job.pending.rule.state_fields(region.layout.dtype)
-            whole = any(f not in region.initialised for f, _ in fields)
+            states = job.pending.rule.states(region.layout.dtype)
+            whole = any(state.name not in region.initialised for state in states)
             for start in range(region.owned.start, region.owned.stop, self.sub_group_numel):
                 stop = min(start + self.sub_group_numel, region.owned.stop)
                 if whole or any(s.start < stop and s.stop > start for s in segments):
@@ -301,31 +285,30 @@ class UpdatePipeline:
         offset = 0
         count = piece.stop - piece.start
         first = piece.start - region.owned.start
-        for name, dtype in job.pending.rule.state_fields(region.layout.dtype):
-            state = region.states[name]
-            record = state.record
-            fresh = name not in region.initialised
+        for spec in job.pending.rule.states(region.layout.dtype):
+            state = region.states[spec.name]
+            record, at, nbytes = state.record, spec.nbytes(first), spec.nbytes(count)
+            fresh = spec.name not in region.initialised
             if record.host_only:
-                address = state.store.view_address(record, first * dtype.itemsize)
-                tensor = tensor_over(address, count * dtype.itemsize)[0]
+                tensor = tensor_over(state.store.view_address(record, at), nbytes)[0]
             else:
                 assert piece.slot is not None
-                tensor = piece.slot.tensor[offset : offset + round_up(count * dtype.itemsize)]
-                offset += round_up(count * dtype.itemsize)
+                tensor = piece.slot.tensor[offset : offset + round_up(nbytes)]
+                offset += round_up(nbytes)
                 if not fresh:
                     piece.reads.append(
                         state.store.read(
                             record,
-                            first * dtype.itemsize,
-                            _stop_byte(record.nbytes, (first + count) * dtype.itemsize),
+                            at,
+                            _stop_byte(record.nbytes, at + nbytes),
                             tensor.data_ptr(),
                             owner=tensor,
                             priority=Priority.BACKGROUND,
                         )
                     )
-            piece.states[name] = tensor[: count * dtype.itemsize].view(dtype)
+            piece.states[spec.name] = tensor[:nbytes].view(spec.dtype)
             if fresh:
-                piece.fresh.append(piece.states[name])
+                piece.fresh.append(piece.states[spec.name])
         piece.gradient = self._begin_gradient(piece, offset)
 
     def _begin_gradient(self, piece: _Slice, offset: int) -> torch.Tensor:
@@ -387,7 +370,7 @@ class UpdatePipeline:
         for tensor in piece.fresh:
             tensor.zero_()
         assert piece.gradient is not None
-        itemsize = layout.dtype.itemsize
+        itemsize, specs = layout.dtype.itemsize, job.pending.rule.states(layout.dtype)
         params = job.image[layout.byte_offset : layout.byte_offset + layout.numel * itemsize].view(
             layout.dtype
         )
@@ -397,31 +380,35 @@ class UpdatePipeline:
             first, last = max(segment.start, piece.start), min(segment.stop, piece.stop)
             if hyper is None or first >= last:
                 continue
-            here = slice(first - piece.start, last - piece.start)
+            start, stop = first - piece.start, last - piece.start
             job.pending.rule.apply(
                 self._kernels,
                 hyper,
                 params[first:last],
-                {name: state[here] for name, state in piece.states.items()},
-                piece.gradient[here],
+                {
+                    spec.name: piece.states[spec.name][spec.count(start) : spec.count(stop)]
+                    for spec in specs
+                },
+                piece.gradient[start:stop],
             )
 
     def _write_back(self, piece: _Slice) -> None:
         job, region, layout = piece.job, piece.region, piece.region.layout
         start = piece.start - region.owned.start
         stop = piece.stop - region.owned.start
-        for name, dtype in job.pending.rule.state_fields(layout.dtype):
-            record = region.states[name].record
+        for spec in job.pending.rule.states(layout.dtype):
+            state = region.states[spec.name]
+            record = state.record
             job.written = True
             if record.host_only:
                 continue
             assert piece.slot is not None
             piece.slot.writes.append(
-                region.states[name].store.write(
+                state.store.write(
                     record,
-                    start * dtype.itemsize,
-                    _stop_byte(record.nbytes, stop * dtype.itemsize),
-                    piece.states[name].data_ptr(),
+                    spec.nbytes(start),
+                    _stop_byte(record.nbytes, spec.nbytes(stop)),
+                    piece.states[spec.name].data_ptr(),
                     owner=piece.slot.tensor,
                 )
             )
@@ -440,11 +427,11 @@ class UpdatePipeline:
         if job.error is None:
             for region in job.group.regions:
                 if any(i in job.pending.hyper for i in region.layout.params):
-                    for name, _ in job.pending.rule.state_fields(region.layout.dtype):
-                        state = region.states[name]
-                        if state.record.host_only and name not in region.initialised:
+                    for spec in job.pending.rule.states(region.layout.dtype):
+                        state = region.states[spec.name]
+                        if state.record.host_only and spec.name not in region.initialised:
                             state.store.mark_written(state.record)
-                        region.initialised.add(name)
+                        region.initialised.add(spec.name)
             if self.gradients is not None:
                 self.gradients.give_back(job.pending.gradient)
         self._leave(job)

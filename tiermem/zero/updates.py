@@ -19,7 +19,8 @@ from tiermem.errors import StateError
 from tiermem.zero import compat
 from tiermem.zero.group import ParamGroup
 from tiermem.zero.param import ShardedParam
-from tiermem.zero.update import PendingUpdate, UpdateRule
+from tiermem.zero.rule import UpdateRule
+from tiermem.zero.update import PendingUpdate
 
 if TYPE_CHECKING:
     from tiermem.zero.group_gradient import GroupGradient

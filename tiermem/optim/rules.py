@@ -1,4 +1,4 @@
-"""The arithmetic of AdamW on one slice of a region."""
+"""The arithmetic of the native optimizers on one slice of a region."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ import torch
 
 from tiermem.config import TierConfig
 from tiermem.kernels import Kernels
+from tiermem.optim.views import PlainView, StateView
 from tiermem.types import Field
-from tiermem.zero.masters import master_state
-
-_MOMENTS = ((Field.EXP_AVG, torch.float32), (Field.EXP_AVG_SQ, torch.float32))
+from tiermem.zero.rule import StateSpec, adamw_states
 
 
 class AdamWRule:
     """AdamW on fp32 parameters, or on the masters of 16-bit ones (see [Note: masters])."""
 
+    views: tuple[StateView, ...] = (PlainView("exp_avg"), PlainView("exp_avg_sq"))
+
     def __init__(self, config: TierConfig) -> None:
         self._config = config
 
-    def state_fields(self, dtype: torch.dtype) -> tuple[tuple[Field, torch.dtype], ...]:
-        master = master_state(dtype, self._config)
-        return _MOMENTS if master is None else (master, *_MOMENTS)
+    def states(self, dtype: torch.dtype) -> tuple[StateSpec, ...]:
+        return adamw_states(dtype, self._config)
 
     def apply(
         self,
         kernels: Kernels,
         hyper: Any,
         param: torch.Tensor,
-        states: dict[Field, torch.Tensor],
+        states: dict[str, torch.Tensor],
         gradient: torch.Tensor,
     ) -> None:
         avg, avg_sq = states[Field.EXP_AVG], states[Field.EXP_AVG_SQ]

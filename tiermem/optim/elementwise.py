@@ -1,0 +1,147 @@
+"""`Tiered`: any element-wise `torch.optim.Optimizer`, slice by slice over offloaded state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from tiermem.config import TierConfig
+from tiermem.errors import ConfigError
+from tiermem.kernels import Kernels
+from tiermem.optim.base import TieredOptimizer
+from tiermem.optim.probe import Probe, probe
+from tiermem.optim.views import PlainView, StateView
+from tiermem.optim.wrapped import Frozen, WrappedOptimizer
+from tiermem.types import Field
+from tiermem.zero.masters import store_master
+from tiermem.zero.param import ShardedParam
+from tiermem.zero.rule import StatePlan, StateSpec, master_states
+from tiermem.zero.runtime import Runtime
+
+CHUNK_NUMEL = 1 << 18
+"""Elements that the wrapped optimizer sees at a time: its temporaries, which no budget knows, stay
+at 1 MiB each. A multiple of any vector width, so that cutting changes no bit."""
+
+
+class Tiered(TieredOptimizer):
+    """``Tiered(torch.optim.Adagrad, model.parameters(), lr=1e-2)``: ``optimizer`` is a class of
+    ordinary optimizers, torch's or anybody's, and ``options`` are its arguments.
+
+    Its own ``step()`` runs on slices of the fp32 masters, with fp32 gradients and its own state, so
+    that the result is that of the unsharded optimizer to the bit. It has to be element-wise: what
+    happens to an element must not depend on others. That is tried on small tensors first; one that
+    couples elements (by norms, low rank, matrix factors) or draws random numbers is refused with
+    `ConfigError` by name. States that are numbers (``step``) are kept per parameter; ``state_dict`` is
+    that of the wrapped class, with ``master`` for 16-bit parameters.
+
+    Slower than `AdamW`, `Adam` and `SGD` of `tiermem.optim`, which do all in one pass over memory.
+    """
+
+    def __init__(
+        self,
+        optimizer: type[torch.optim.Optimizer],
+        params: ParamsT,
+        *,
+        runtime: Runtime | None = None,
+        **options: Any,
+    ) -> None:
+        self._wrapped = WrappedOptimizer(optimizer, options)
+        self._probe = probe(self._wrapped)
+        self._numbers: dict[ShardedParam, dict[str, Any]] = {}  # of each updated parameter
+        super().__init__(params, self._wrapped.defaults, runtime=runtime)
+
+    @property
+    def wrapped(self) -> type[torch.optim.Optimizer]:
+        """The class whose updates these are."""
+        return self._wrapped.kind
+
+    @staticmethod
+    def states_of(optimizer: type[torch.optim.Optimizer], **options: Any) -> StatePlan:
+        """For ``tiermem.shard(..., states=...)``. Raises `ConfigError` as `Tiered` does."""
+        specs = probe(WrappedOptimizer(optimizer, options)).specs
+        return lambda dtype, config: (*master_states(dtype, config), *specs)
+
+    def _make_rule(self, config: TierConfig) -> _WrappedRule:
+        return _WrappedRule(self._wrapped, self._probe, config)
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        given = {key: value for key, value in options.items() if key in self._wrapped.defaults}
+        missing = probe(self._wrapped.changed(given)).per_element - self._probe.per_element
+        if missing:
+            raise ConfigError(
+                f"with these options {self._wrapped.name} keeps {', '.join(sorted(missing))}, which it "
+                f"does not with those that this optimizer was made with. Remedy: give an option that "
+                f"needs it to Tiered(...) itself, or an optimizer of their own to these parameters"
+            )
+
+    def _hyper(self, param: ShardedParam, options: Mapping[str, Any], scale: float) -> Frozen:
+        return self._wrapped.freeze(options, self._numbers.get(param), param.steps, scale)
+
+    def _counted(self, param: ShardedParam, hyper: Frozen) -> None:
+        self._numbers[param] = self._wrapped.numbers_after(hyper, self._probe.per_element)
+
+    def _scalars(self, param: ShardedParam) -> dict[str, Any]:
+        return self._numbers.get(param, {})
+
+    def _load_scalars(self, param: ShardedParam, saved: Mapping[str, Any] | None) -> None:
+        if saved is None:
+            param.steps = 0
+            self._numbers.pop(param, None)
+            return
+        self._numbers[param] = {key: copy.deepcopy(saved[key]) for key in self._probe.numbers}
+        param.steps = max(1, int(saved["step"]) if "step" in saved else 1)
+
+    @property
+    def _number_keys(self) -> tuple[str, ...]:
+        return tuple(sorted(self._probe.numbers))
+
+
+class _WrappedRule:
+    """The wrapped optimizer on slices of masters."""
+
+    def __init__(self, wrapped: WrappedOptimizer, found: Probe, config: TierConfig) -> None:
+        self._wrapped = wrapped
+        self._specs = found.specs
+        self._config = config
+        self.views: tuple[StateView, ...] = tuple(PlainView(spec.name) for spec in found.specs)
+
+    def states(self, dtype: torch.dtype) -> tuple[StateSpec, ...]:
+        return (*master_states(dtype, self._config), *self._specs)
+
+    def apply(
+        self,
+        kernels: Kernels,
+        hyper: Any,
+        param: torch.Tensor,
+        states: dict[str, torch.Tensor],
+        gradient: torch.Tensor,
+    ) -> None:
+        for start in range(0, param.numel(), CHUNK_NUMEL):
+            here = slice(start, start + CHUNK_NUMEL)
+            self._apply_to(
+                kernels, hyper, param[here], {k: s[here] for k, s in states.items()}, gradient[here]
+            )
+
+    def _apply_to(
+        self,
+        kernels: Kernels,
+        hyper: Frozen,
+        param: torch.Tensor,
+        states: dict[str, torch.Tensor],
+        gradient: torch.Tensor,
+    ) -> None:
+        master, kept = param, states.get(Field.MASTER)
+        if Field.MASTER_LO in states:
+            master = torch.empty(param.numel(), dtype=torch.float32)
+            kept = states[Field.MASTER_LO]
+            kernels.merge_master(param, kept, master)
+        elif kept is not None:
+            master = kept
+        own = {spec.name: states[spec.name] for spec in self._specs}
+        self._wrapped.update(hyper, master, own, gradient)
+        if kept is not None:
+            store_master(kernels, master, param, kept)
