@@ -1,4 +1,4 @@
-"""AdamW over tiers."""
+"""AdamW and Adam over tiers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.optim.optimizer import ParamsT
 
 from tiermem.config import TierConfig
 from tiermem.kernels import AdamWStep
-from tiermem.optim.base import TieredOptimizer
+from tiermem.optim.base import OptimizerRule, TieredOptimizer
 from tiermem.optim.options import check_adam_options
 from tiermem.optim.rules import AdamWRule
 from tiermem.zero.param import ShardedParam
-from tiermem.zero.rule import StateSpec, adamw_states
+from tiermem.zero.rule import StatePlan, adamw_states
 from tiermem.zero.runtime import Runtime
 
 
@@ -25,6 +25,8 @@ class AdamW(TieredOptimizer):
     here (``Tiered(torch.optim.AdamW, params, amsgrad=True)`` is). In fp32 the result is bit-equal to
     ``torch.optim.AdamW(fused=True)`` (its vector path; torch's own tails depend on how it slices).
     """
+
+    _decoupled = True
 
     def __init__(
         self,
@@ -48,12 +50,13 @@ class AdamW(TieredOptimizer):
         }
         super().__init__(params, defaults, runtime=runtime)
 
-    @staticmethod
-    def states(dtype: torch.dtype, config: TierConfig) -> tuple[StateSpec, ...]:
-        """For ``tiermem.shard(..., states=...)``."""
-        return adamw_states(dtype, config)
+    @classmethod
+    def states_of(cls, **options: Any) -> StatePlan:
+        """What it keeps, for ``tiermem.shard(..., states=...)``."""
+        del options
+        return adamw_states
 
-    def _make_rule(self, config: TierConfig) -> AdamWRule:
+    def _make_rule(self, config: TierConfig) -> OptimizerRule:
         return AdamWRule(config)
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
@@ -70,4 +73,30 @@ class AdamW(TieredOptimizer):
             weight_decay=float(options["weight_decay"]),
             step=param.steps,
             grad_scale=sign * scale,
+            decoupled=self._decoupled,
+        )
+
+
+class Adam(AdamW):
+    """Adam (Kingma and Ba 2015, algorithm 1) with ``weight_decay`` added to the gradients (L2).
+
+    Arguments are those of `torch.optim.Adam`; everything else as for `AdamW`.
+    """
+
+    _decoupled = False
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        runtime: Runtime | None = None,
+    ) -> None:
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, runtime=runtime
         )

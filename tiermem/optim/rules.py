@@ -10,7 +10,7 @@ from tiermem.config import TierConfig
 from tiermem.kernels import Kernels
 from tiermem.optim.views import PlainView, StateView
 from tiermem.types import Field
-from tiermem.zero.rule import StateSpec, adamw_states
+from tiermem.zero.rule import StateSpec, adamw_states, master_states
 
 
 class AdamWRule:
@@ -39,3 +39,39 @@ class AdamWRule:
             kernels.adamw_master(hyper, param, states[Field.MASTER], avg, avg_sq, gradient)
         else:
             kernels.adamw_fp32(hyper, param, avg, avg_sq, gradient)
+
+
+_MOMENTUM = "momentum_buffer"
+
+
+def sgd_states(dtype: torch.dtype, config: TierConfig) -> tuple[StateSpec, ...]:
+    """An fp32 momentum buffer, and what the master takes."""
+    return (*master_states(dtype, config), StateSpec(_MOMENTUM, torch.float32))
+
+
+class SGDRule:
+    """SGD, with or without a momentum buffer."""
+
+    def __init__(self, config: TierConfig, *, momentum: bool) -> None:
+        self._config = config
+        self._states = sgd_states if momentum else master_states
+        self.views: tuple[StateView, ...] = (PlainView(_MOMENTUM),) if momentum else ()
+
+    def states(self, dtype: torch.dtype) -> tuple[StateSpec, ...]:
+        return self._states(dtype, self._config)
+
+    def apply(
+        self,
+        kernels: Kernels,
+        hyper: Any,
+        param: torch.Tensor,
+        states: dict[str, torch.Tensor],
+        gradient: torch.Tensor,
+    ) -> None:
+        momentum = states[_MOMENTUM] if hyper.momentum else None
+        kernels.sgd(hyper, param, master_of(states), momentum, gradient)
+
+
+def master_of(states: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    """The state that keeps the masters, if there is one."""
+    return states.get(Field.MASTER_LO, states.get(Field.MASTER))

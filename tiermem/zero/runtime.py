@@ -299,6 +299,15 @@ class Runtime:
             if not self._closed and os.getpid() == self._pid:
                 self._close()
 
+    def abandon(self) -> None:
+        """Closes it without what is pending; at the end of a process that did not `close` it. What goes
+        wrong is logged."""
+        self._failed = True
+        try:
+            self.close()
+        except Exception as error:
+            logger.error("giving the runtime up failed: %s", error)
+
     def _close(self) -> None:
         errors: list[Exception] = []
         if not self.torn and not self._failed:

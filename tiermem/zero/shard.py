@@ -63,8 +63,8 @@ def shard(
     parameters that are the same on all ranks of it and count once.
 
     ``states`` says what the optimizer that comes will keep for each parameter, so that budgets are
-    planned for it: ``tiermem.optim.SGD.states``, ``tiermem.optim.AdamW8bit.states``, ... (default:
-    AdamW's).
+    planned for it: ``tiermem.optim.SGD.states_of(momentum=0.9)``,
+    ``tiermem.optim.Tiered.states_of(torch.optim.Adagrad)``, ... (default: AdamW's).
 
     Raises `BudgetError` (with the smallest budget that works), `TierIOError` (the paths have no room
     for what is to come), `StateError` and `TypeError` before anything is changed; `StateError` also
