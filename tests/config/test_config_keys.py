@@ -225,7 +225,7 @@ def test_a_file_that_cannot_be_read_or_is_not_json_is_named(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="directory"):
         load_config(tmp_path)
     broken = tmp_path / "broken.json"
-    broken.write_text('{"params": "host",}')
+    broken.write_text('{"params" "host"}')
     with pytest.raises(ConfigError, match=r"broken\.json.*JSON"):
         load_config(broken)
     binary = tmp_path / "binary.json"

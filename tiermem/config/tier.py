@@ -7,7 +7,6 @@ nearest valid one; all problems are reported in one message.
 from __future__ import annotations
 
 import difflib
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,14 +16,11 @@ from pydantic import (
     BaseModel,
     ByteSize,
     ConfigDict,
-    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 from pydantic import Field as Default
-
-from tiermem.errors import ConfigError
 
 Placement = Literal["device", "host", "nvme"]
 Update = Literal["deferred", "backward"]
@@ -274,38 +270,8 @@ class TierConfig(_Strict):
         return "nvme" in (self.params, self.optimizer)
 
 
-def load_config(source: TierConfig | Mapping[str, Any] | str | Path) -> TierConfig:
-    """A checked configuration from itself, a mapping, or the path of a JSON file.
-
-    Raises `ConfigError` that lists every problem.
-    """
-    if isinstance(source, TierConfig):
-        return source
-    if isinstance(source, (str, Path)):
-        source = read_json(Path(source))
-    if not isinstance(source, Mapping):
-        raise ConfigError(f"a configuration is a mapping, a path or a TierConfig, not {source!r}")
-    try:
-        return TierConfig.model_validate(dict(source))
-    except ValidationError as error:
-        problems = [_explain(problem) for problem in error.errors()]
-        count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-        raise ConfigError(f"{count} in the configuration:\n  " + "\n  ".join(problems)) from None
-
-
-def read_json(path: Path) -> Any:
-    """The contents of a JSON file. Raises `ConfigError`."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text: {error}") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-
-
-def _explain(problem: Any) -> str:
+def explain(problem: Any, names: Mapping[str, str] | None = None) -> str:
+    """One of pydantic's problems with a `TierConfig`, in one line. ``names``: what to call the keys."""
     location = [str(part) for part in problem["loc"]]
     key = ".".join(location) or "(whole)"
     if problem["type"] == "extra_forbidden":
@@ -322,7 +288,7 @@ def _explain(problem: Any) -> str:
         message = f"must be a list, for example [{problem['input']!r}]"
     if problem["type"] == "value_error" and (not location or key in _NESTED):
         return str(message)
-    return f"{key}: {message}; got {problem['input']!r}"
+    return f"{(names or {}).get(key, key)}: {message}; got {problem['input']!r}"
 
 
 _NESTED: dict[str, type[BaseModel]] = {"io": IOConfig, "fp16": LossScaleConfig}
