@@ -139,8 +139,8 @@ _REFUSED = (
     _object(
         "pipeline",
         "settings of pipeline modules",
-        "there is no pipeline engine; leave the block out (model_mesh of tiermem.shard is for pipelines "
-        "of your own)",
+        "there is no pipeline engine; leave the block out (for a pipeline of your own, tiermem.shard has "
+        "model_mesh)",
         is_on=_has_stages,
     ),
     refused(
@@ -148,7 +148,6 @@ _REFUSED = (
         False,
         "how ranks are numbered for experts",
         "expert parallelism is not built; leave the key out",
-        aliases=("use_data_before_expert_parallel_",),
     ),
     _object("amp", "NVIDIA apex's mixed precision", "use the block bf16 or fp16"),
     _object(
@@ -162,7 +161,7 @@ _REFUSED = (
     _object("sparse_attention", "attention of blocks", _CHANGES, is_on=not_empty),
     _object("progressive_layer_drop", "leave layers out", _CHANGES),
     _object("curriculum_learning", "order samples by difficulty", _CHANGES),
-    _object("data_efficiency", "choose samples, drop tokens", _CHANGES, is_on=anything_enabled),
+    _object("data_efficiency", "choose samples, drop tokens", _CHANGES),
     _object("eigenvalue", "curvature, for quantization", _CHANGES),
     _object(
         "elasticity",
