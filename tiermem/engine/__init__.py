@@ -1,0 +1,1 @@
+"""What surrounds model and optimizer: schedules of learning rates, estimates of memory."""
