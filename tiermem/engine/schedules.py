@@ -114,8 +114,9 @@ class WarmupLR(IterationSchedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self._min_lrs = _per_group(optimizer, "warmup_min_lr", warmup_min_lr)
-        given = warmup_max_lr is not None
-        self._max_lrs = _per_group(optimizer, "warmup_max_lr", warmup_max_lr) if given else None
+        self._max_lrs: list[float] | None = None
+        if warmup_max_lr is not None:
+            self._max_lrs = _per_group(optimizer, "warmup_max_lr", warmup_max_lr)
         self._num_steps = _check_warmup(warmup_num_steps, warmup_type)
         self._type = warmup_type
         super().__init__(optimizer, last_batch_iteration)
