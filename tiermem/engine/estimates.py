@@ -12,8 +12,8 @@ for parameters, 2 for gradients and K for the optimizer, so ``2 Psi + (2 + K) Ps
 moments, and 2 for what the 16-bit parameter lacks of its fp32 master. Gradients are kept in host memory
 whatever is offloaded. The arena is reserved whole before it is filled, so a model that is built in fp32
 takes its 4 bytes on each rank *beside* it (DeepSpeed: the larger of the two); `tiermem.zero.Init` or
-the meta device leave the largest layer of that. There is no buffer factor: ``host_memory`` is a limit, and
-what it leaves serves as buffers. A further micro-step makes gradients fp32, 2 bytes more. tiermem
+the meta device leave the largest layer of that. There is no buffer factor: ``host_memory`` is a limit,
+and what it leaves serves as buffers. A further micro-step makes gradients fp32, 2 bytes more. tiermem
 gathers whole blocks, so its L is the largest unit.
 """
 
@@ -182,13 +182,12 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     rows = []
     for offload in (True, False):
         options = f"offload_optimizer={'cpu' if offload else 'none'}"
-        needs = estimate_zero2_model_states_mem_needs(
+        cpu, gpu = estimate_zero2_model_states_mem_needs(
             total_params, *hardware, offload, additional_buffer_factor
         )
-        rows.append(EstimateRow(options, *needs, tiermem=False))
-        rows.append(
-            EstimateRow(options, *tiermem_zero2_needs(total_params, *hardware, offload), tiermem=True)
-        )
+        rows.append(EstimateRow(options, cpu, gpu, tiermem=False))
+        cpu, gpu = tiermem_zero2_needs(total_params, *hardware, offload)
+        rows.append(EstimateRow(options, cpu, gpu, tiermem=True))
     return _printed(Estimate(int(total_params), None, *hardware, tuple(rows)))
 
 

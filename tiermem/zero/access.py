@@ -17,9 +17,19 @@ from tiermem.zero.placeholder import Placeholder
 from tiermem.zero.states import collect
 
 
-def _handle(param: torch.Tensor) -> ShardedParam:
+def find_handle(param: torch.Tensor) -> ShardedParam | None:
+    """The sharded parameter behind what ``model.parameters()`` gives outside of forwards and
+    `gathered` blocks; None for any other tensor."""
     if isinstance(param, Placeholder) and isinstance(param._handle, ShardedParam):
         return param._handle
+    return None
+
+
+def handle_of(param: torch.Tensor) -> ShardedParam:
+    """The same. Raises `StateError` for any other tensor."""
+    handle = find_handle(param)
+    if handle is not None:
+        return handle
     raise StateError(
         f"a {type(param).__name__} of shape {tuple(param.shape)} is not a sharded parameter. Remedy: "
         f"take it from model.parameters() outside of the model's forward"
@@ -41,7 +51,7 @@ def gathered(params: Iterable[torch.Tensor] | torch.Tensor, *, modify: bool = Fa
     groups: dict[ParamGroup, None] = {}
     for param in given:
         if isinstance(param, Placeholder):
-            groups[_handle(param).group] = None
+            groups[handle_of(param).group] = None
     if not groups:
         yield
         return
@@ -52,7 +62,7 @@ def gathered(params: Iterable[torch.Tensor] | torch.Tensor, *, modify: bool = Fa
 
 def full_param(param: torch.Tensor) -> torch.Tensor:
     """A copy of the parameter as it computes, whole. Over several ranks all of them call it."""
-    handle = _handle(param)
+    handle = handle_of(param)
     with torch.no_grad(), handle.group.runtime.forward.gathered([handle.group], modify=False):
         return handle.real.detach().clone()
 
@@ -60,7 +70,7 @@ def full_param(param: torch.Tensor) -> torch.Tensor:
 def full_master(param: torch.Tensor) -> torch.Tensor:
     """A copy of the parameter's fp32 master (of the parameter itself where that is fp32), whole.
     Over several ranks all of them call it."""
-    handle = _handle(param)
+    handle = handle_of(param)
     runtime = handle.group.runtime
     value = full_param(param)
     region = handle.group.regions[handle.segment.region]
@@ -82,7 +92,7 @@ def full_master(param: torch.Tensor) -> torch.Tensor:
 
 def set_full_master(param: torch.Tensor, master: torch.Tensor) -> None:
     """Sets a 16-bit parameter so that its master is ``master`` (fp32), or an fp32 parameter to it."""
-    handle = _handle(param)
+    handle = handle_of(param)
     if tuple(master.shape) != tuple(handle.shape):
         raise StateError(
             f"a master of shape {tuple(master.shape)} does not fit {handle.name!r} "
@@ -110,7 +120,7 @@ def full_grad(param: torch.Tensor) -> torch.Tensor | None:
     none. Its dtype is the parameter's, or fp32 after a second micro-step. Where losses are scaled it
     is that of the scaled loss: divide by ``optimizer.loss_scale``. Over several ranks all of them call
     it, and get the mean over the ranks."""
-    handle = _handle(param)
+    handle = handle_of(param)
     runtime, region = handle.group.runtime, handle.group.regions[handle.segment.region]
     with runtime.interrupts:
         runtime.reducer.flush()

@@ -1,0 +1,249 @@
+"""DeepSpeed's ``safe_get_`` and ``safe_set_`` functions: masters, states and gradients of a parameter.
+
+Parameters are those that ``model.parameters()`` gives, outside of forwards and `tiermem.gathered`
+blocks. For any other tensor getters return None (`safe_get_full_grad`: its ``grad``) and setters raise
+`StateError`. Values are fp32 copies, in memory of the host. Over several ranks all of them call each
+function alike, the local ones too, since ranks agree on what lies in device memory.
+
+[Note: local parts] What a rank owns of a parameter is one run of its elements, numbered in the order in
+which they lie in memory (for contiguous parameters that of ``flatten()``): `local_range`. Parameters of
+one unit lie one behind the other in a buffer that is cut into equal parts, so a rank may own all, some
+or nothing of one of them; then its part is an empty tensor. At stages 1 to 3 it is what the rank
+updates; at stage 0, and alone, it is everything. Of a `DTensor` it is a run of this rank's own part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol, cast
+
+import torch
+
+from tiermem.errors import StateError
+from tiermem.zero.access import find_handle, full_grad, full_master, handle_of, set_full_master
+from tiermem.zero.group import Region, StateRecord
+from tiermem.zero.group_gradient import flatten_like
+from tiermem.zero.param import ShardedParam
+from tiermem.zero.states import collect
+
+
+class _Optimizer(Protocol):
+    """What is needed here of a group's optimizer."""
+
+    @property
+    def state(self) -> Mapping[torch.Tensor, Mapping[str, torch.Tensor]]: ...
+
+    @property
+    def loss_scale(self) -> float: ...
+
+
+# ---- whole
+
+
+def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
+    """The parameter's fp32 master, whole; of an fp32 parameter itself."""
+    return None if find_handle(param) is None else full_master(param)
+
+
+def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Sets the parameter's master, and the parameter with it, to ``value`` of its shape."""
+    set_full_master(param, value)
+
+
+def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
+    """The optimizer's state of the parameter, whole: ``exp_avg``, ``exp_avg_sq`` or what else it keeps;
+    zeros before its first step. None without an optimizer, and for frozen parameters. Raises
+    `StateError` for another key."""
+    handle = find_handle(param)
+    optimizer = None if handle is None else _optimizer_of(handle)
+    if handle is None or optimizer is None or not _region_of(handle).trainable:
+        return None
+    state = optimizer.state.get(param, {})
+    if optim_state_key in state:
+        return state[optim_state_key].to(torch.float32)
+    region, runtime = _region_of(handle), handle.group.runtime
+    _find_state(handle, optim_state_key)
+    with runtime.interrupts:
+        runtime.check_usable()
+        runtime.gather.apply_pending([handle.group])
+        name = next(name for name in region.states if _key(name) == optim_state_key)
+        return runtime.states.read(region, name, handle).to(torch.float32)
+
+
+def safe_set_full_optimizer_state(
+    param: torch.Tensor, value: torch.Tensor, optim_state_key: str
+) -> None:
+    """Sets the optimizer's state of the parameter, of its shape. Raises `StateError` for a key that
+    `safe_get_full_optimizer_state` does not know."""
+    handle = handle_of(param)
+    _check_shape(handle, value, optim_state_key)
+    part = handle.part_of(value.detach()).to(device="cpu", dtype=torch.float32)
+    _write_state(handle, optim_state_key, flatten_like(part, handle.spec.stride))
+
+
+def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """The gradient accumulated so far, whole: the mean over the ranks, clipped if that was asked for,
+    and of the loss as it is *without* its scale. None if there is none (with ``update: 'backward'``
+    there is none after backward)."""
+    handle = find_handle(param)
+    if handle is None:
+        return param.grad
+    gradient = full_grad(param)
+    return None if gradient is None else gradient.to(torch.float32) / _loss_scale(handle)
+
+
+def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Makes ``value``, of the parameter's shape, the gradient that the next ``step()`` uses (and that
+    further backwards add to). It is that of the loss without its scale; it is kept in the precision in
+    which gradients are accumulated. Norms are then those of the new gradients. Raises `StateError` for
+    frozen parameters, and with ``update: 'backward'``, which has used the gradients by then."""
+    handle = handle_of(param)
+    _check_shape(handle, value, "gradient")
+    _replace_gradient(handle, handle.part_of(value.detach()))
+
+
+# ---- this rank's part
+
+
+def local_range(param: torch.Tensor) -> range:
+    """The elements of the parameter that this rank owns; see [Note: local parts]."""
+    handle = handle_of(param)
+    segment = handle.segment
+    mine = _region_of(handle).owned.meet(segment.start, segment.stop)
+    return range(mine.start - segment.start, mine.start - segment.start + mine.numel)
+
+
+def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of `safe_get_full_fp32_param`, 1-D; see [Note: local parts]."""
+    return _local_part(param, safe_get_full_fp32_param(param))
+
+
+def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Sets this rank's part of the master, and of the parameter, to ``value`` (1-D); every rank gives
+    its own. See [Note: local parts]."""
+    handle = handle_of(param)
+    flat = _with_local_part(param, value)
+    region, runtime = _region_of(handle), handle.group.runtime
+    if region.owned.numel < region.layout.numel:
+        with runtime.interrupts:
+            runtime.check_usable()
+            runtime.gather.apply_pending([handle.group])
+            collect(handle, flat, "parts of a new master")
+    set_full_master(param, handle.wrap(flat.as_strided(handle.spec.shape, handle.spec.stride)))
+
+
+def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
+    """This rank's part of `safe_get_full_optimizer_state`, 1-D; see [Note: local parts]."""
+    return _local_part(param, safe_get_full_optimizer_state(param, optim_state_key))
+
+
+def safe_set_local_optimizer_state(
+    param: torch.Tensor, value: torch.Tensor, optim_state_key: str
+) -> None:
+    """Sets this rank's part of a state to ``value`` (1-D); see [Note: local parts]."""
+    _write_state(handle_of(param), optim_state_key, _with_local_part(param, value))
+
+
+def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of `safe_get_full_grad`, 1-D; see [Note: local parts]."""
+    return _local_part(param, safe_get_full_grad(param))
+
+
+def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Sets this rank's part of the gradient to ``value`` (1-D), as `safe_set_full_grad` does; every
+    rank gives its own. See [Note: local parts]."""
+    handle = handle_of(param)
+    flat = _with_local_part(param, value)
+    _replace_gradient(handle, flat.as_strided(handle.spec.shape, handle.spec.stride))
+
+
+# ---- how
+
+
+def _region_of(handle: ShardedParam) -> Region:
+    return handle.group.regions[handle.segment.region]
+
+
+def _optimizer_of(handle: ShardedParam) -> _Optimizer | None:
+    return cast("_Optimizer | None", handle.group.runtime.updates.owners.get(handle.group))
+
+
+def _loss_scale(handle: ShardedParam) -> float:
+    optimizer = _optimizer_of(handle)
+    return 1.0 if optimizer is None else optimizer.loss_scale
+
+
+def _key(name: object) -> str:
+    return str(getattr(name, "value", name))
+
+
+def _find_state(handle: ShardedParam, key: str) -> StateRecord:
+    """The state that ``key`` names. Raises `StateError`."""
+    region = _region_of(handle)
+    kept = {_key(name): state for name, state in region.states.items() if name != region.master}
+    if key not in kept:
+        known = ", ".join(kept) or "none (no optimizer, or a frozen parameter)"
+        raise StateError(f"{handle.name!r} has no state {key!r}; it has: {known}")
+    if not kept[key].dtype.is_floating_point:
+        raise StateError(
+            f"the state {key!r} of {handle.name!r} is kept as {kept[key].dtype}, which cannot be set, "
+            f"or read before a step. Remedy: an optimizer whose states are floating-point"
+        )
+    return kept[key]
+
+
+def _write_state(handle: ShardedParam, key: str, flat: torch.Tensor) -> None:
+    """Sets a state from ``flat``, in memory order, as far as this rank owns it."""
+    _find_state(handle, key)
+    region, runtime = _region_of(handle), handle.group.runtime
+    with runtime.interrupts:
+        runtime.check_usable()
+        runtime.gather.apply_pending([handle.group])
+        name = next(name for name in region.states if _key(name) == key)
+        runtime.states.write(region, name, handle, flat)
+
+
+def _replace_gradient(handle: ShardedParam, part: torch.Tensor) -> None:
+    """Makes ``part``, which has the shape of this rank's part of the parameter, its gradient."""
+    runtime = handle.group.runtime
+    if runtime.updates.in_backward:
+        raise StateError(
+            f"the gradient of {handle.name!r} cannot be set: update: 'backward' has used it in "
+            f"backward. Remedy: update: 'deferred'"
+        )
+    if not (handle.real.requires_grad and _region_of(handle).trainable):
+        raise StateError(f"{handle.name!r} is frozen: it has no gradient that could be set")
+    with runtime.interrupts:
+        runtime.check_usable()
+        runtime.reducer.flush()  # what is not reduced yet must not be added to it later
+        scaled = part.to(torch.float32) * _loss_scale(handle)
+        runtime.gradients.replace(handle, handle.wrap(scaled))
+
+
+def _local_part(param: torch.Tensor, whole: torch.Tensor | None) -> torch.Tensor | None:
+    handle = find_handle(param)
+    if handle is None or whole is None:
+        return None
+    mine = local_range(param)
+    flat = flatten_like(handle.part_of(whole), handle.spec.stride)
+    return flat[mine.start : mine.stop].clone()
+
+
+def _with_local_part(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """All elements of the parameter in memory order, those of this rank from ``value``."""
+    handle, mine = handle_of(param), local_range(param)
+    if value.numel() != len(mine):
+        raise StateError(
+            f"{value.numel()} elements do not fit this rank's part of {handle.name!r}, which has "
+            f"{len(mine)} ({mine.start} to {mine.stop}); see local_range"
+        )
+    flat = torch.zeros(handle.spec.numel, dtype=torch.float32)
+    flat[mine.start : mine.stop] = value.detach().to(device="cpu", dtype=torch.float32).flatten()
+    return flat
+
+
+def _check_shape(handle: ShardedParam, value: torch.Tensor, what: str) -> None:
+    if tuple(value.shape) != tuple(handle.shape):
+        raise StateError(
+            f"a {what} of shape {tuple(value.shape)} does not fit {handle.name!r} {tuple(handle.shape)}"
+        )
