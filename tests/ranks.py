@@ -94,7 +94,8 @@ def rank_outcomes(
 def _context() -> Any:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the server, if it is not running yet
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
+    # The last one is what `torch.compiler.disable` imports, for seconds, when a model is sharded.
+    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
     return context
 
 
