@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from zero_models import Plain, loss_of
+from zero_ranks import CaseRunner
 from zero_twins import Loss, Twins, settings
 
 import tiermem
@@ -77,6 +78,15 @@ def make_twins(make_runtime: MakeRuntime) -> MakeTwins:
 def twins(make_twins: MakeTwins) -> Twins:
     """Twins of the plain model in the hardest configuration."""
     return make_twins()
+
+
+@pytest.fixture(scope="module")
+def case_runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CaseRunner:
+    """For a module whose tests have parameters made by `zero_ranks.at_sizes`."""
+    mine = [i for i in request.session.items if i.path == request.path and hasattr(i, "callspec")]
+    params = [item.callspec.params for item in mine]
+    chosen = {(each["name"], each["size"]) for each in params if "size" in each}
+    return CaseRunner(tmp_path_factory.mktemp("ranks"), chosen)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import nn
 from zero_models import SMALL, VOCABULARY, loss_of
 
 import tiermem
+from tiermem.models.reference import round_ties_away
 
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
@@ -37,6 +38,33 @@ def settings(path: Path, **changes: Any) -> dict[str, Any]:
 def batch(seed: int) -> torch.Tensor:
     """Tokens (4, 8)."""
     return torch.randint(0, VOCABULARY, (4, 8), generator=torch.Generator().manual_seed(seed))
+
+
+class MasterAdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW(fused=True)` over fp32 masters of the bf16 parameters, and over fp32 ones
+    themselves. Masters begin as the parameters are, and are rounded back as a split master rounds."""
+
+    def __init__(self, params: Iterable[nn.Parameter], **options: Any) -> None:
+        self._params = list(params)
+        self._masters = {p: p.detach().float() for p in self._params if p.dtype == torch.bfloat16}
+        super().__init__([self._masters.get(p, p) for p in self._params], fused=True, **options)
+
+    def master_of(self, param: torch.Tensor) -> torch.Tensor:
+        return self._masters.get(param, param)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for param, master in self._masters.items():
+            master.grad = None if param.grad is None else param.grad.float()
+        super().step()
+        for param, master in self._masters.items():
+            if master.grad is not None:
+                param.copy_(round_ties_away(master))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for param in self._params:
+            param.grad = None
 
 
 @dataclass
@@ -90,13 +118,17 @@ class Twins:
             assert torch.equal(a, b), name
 
     def _check_state(self, name: str, plain: torch.Tensor, sharded: torch.Tensor) -> None:
-        expected = self.plain_optimizer.state.get(plain)
+        optimizer = self.plain_optimizer
+        master = optimizer.master_of(plain) if isinstance(optimizer, MasterAdamW) else plain
+        expected = optimizer.state.get(master)
         found = self.optimizer.state.get(sharded)
         assert bool(expected) == bool(found), f"{name} has a state in one optimizer only"
         if expected and found:
             assert int(expected["step"]) == int(found["step"]), name
             for key in ("exp_avg", "exp_avg_sq"):
                 assert torch.equal(expected[key], found[key]), f"{key} of {name}"
+            if master is not plain:
+                assert torch.equal(tiermem.full_master(sharded), master), f"master of {name}"
 
 
 def different(plain: nn.Module, model: nn.Module) -> list[str]:
