@@ -112,7 +112,9 @@ class Watch:
         return (
             f"ranks disagree about what comes next: {describe(states, ranks, names)}; all ranks must "
             "run the same modules in the same order, as often, and with the same shapes (look for "
-            f"branches, batches or loops that differ by rank), and {SAME_CALLS}"
+            "branches, batches or loops that differ by rank; a module of whose parts each rank calls "
+            "others, such as experts, is to be one unit: tiermem.shard(model, runtime, wrap=[its class, "
+            f"...])), and {SAME_CALLS}"
         )
 
     def _warn(self, transfer: Transfer, waited_ns: int) -> None:
