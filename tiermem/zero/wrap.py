@@ -81,7 +81,11 @@ def plan_units(model: nn.Module, wrap: Wrap) -> list[PlannedUnit]:
 
 def _check(param: nn.Parameter, name: str) -> None:
     if isinstance(param, Placeholder):
-        raise StateError(f"{name!r} is sharded already; shard a model once")
+        raise StateError(
+            f"{name!r} is sharded already (as {param._handle.name!r}). Remedy: shard a model once, and "
+            f"models that share modules or parameters together, before any of them is: "
+            f"tiermem.shard(torch.nn.ModuleList([first, second]), runtime)"
+        )
     if isinstance(param, nn.parameter.UninitializedParameter):
         raise StateError(
             f"{name!r} is not initialised (a lazy module). Remedy: run one forward on a small input "
