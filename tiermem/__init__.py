@@ -12,18 +12,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tiermem import optim
     from tiermem.config import TierConfig
+    from tiermem.engine.engine import Engine
+    from tiermem.engine.initialize import add_config_arguments, init_distributed, initialize
     from tiermem.zero.access import full_grad, full_master, full_param, gathered, set_full_master
     from tiermem.zero.runtime import Runtime
     from tiermem.zero.shard import shard
     from tiermem.zero.syncing import no_sync
 
 _HOMES = {
+    "Engine": "tiermem.engine.engine",
     "Runtime": "tiermem.zero.runtime",
     "TierConfig": "tiermem.config",
+    "add_config_arguments": "tiermem.engine.initialize",
     "full_grad": "tiermem.zero.access",
     "full_master": "tiermem.zero.access",
     "full_param": "tiermem.zero.access",
     "gathered": "tiermem.zero.access",
+    "init_distributed": "tiermem.engine.initialize",
+    "initialize": "tiermem.engine.initialize",
     "no_sync": "tiermem.zero.syncing",
     "set_full_master": "tiermem.zero.access",
     "shard": "tiermem.zero.shard",
@@ -31,12 +37,16 @@ _HOMES = {
 _MODULES = frozenset({"optim", "io", "config", "errors", "kernels", "models"})
 
 __all__ = [
+    "Engine",
     "Runtime",
     "TierConfig",
+    "add_config_arguments",
     "full_grad",
     "full_master",
     "full_param",
     "gathered",
+    "init_distributed",
+    "initialize",
     "no_sync",
     "optim",
     "set_full_master",

@@ -3,47 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from link_rig import LINK_BYTES_PER_S, torchrun_on_slow_link
 from torch import nn
 
 import tiermem
 
 BLOCKS, WIDTH = 6, 1024
 NBYTES = 2 * WIDTH * WIDTH  # of a block's parameters
-LINK_BYTES_PER_S = 50_000_000  # of both ranks together
 GATHER_S = NBYTES / LINK_BYTES_PER_S  # both ranks send half of it
-
-
-def succeeds(*arguments: str) -> bool:
-    return subprocess.run(arguments, capture_output=True, check=False).returncode == 0
-
-
-@pytest.fixture
-def slow_link() -> Iterator[str]:
-    """A network namespace in which loopback has that rate."""
-    name = f"tiermem-link-{os.getpid()}"
-    if os.geteuid() != 0 or shutil.which("tc") is None or not succeeds("ip", "netns", "add", name):
-        pytest.skip("needs root, and network namespaces with tc (iproute2)")
-    try:
-        inside = ("ip", "netns", "exec", name)
-        rate = f"{8 * LINK_BYTES_PER_S}bit"
-        limit = ("tbf", "rate", rate, "burst", "128kb", "latency", "1s")
-        if not succeeds(*inside, "ip", "link", "set", "lo", "up") or not succeeds(
-            *inside, "tc", "qdisc", "add", "dev", "lo", "root", *limit
-        ):
-            pytest.skip("the kernel has no token bucket filter (sch_tbf)")
-        yield name
-    finally:
-        succeeds("ip", "netns", "del", name)
 
 
 class _Compute(torch.autograd.Function):
@@ -97,13 +69,11 @@ def measure() -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_overlap_on_a_slow_link(slow_link: str) -> None:
+def test_overlap_on_a_slow_link() -> None:
     """Per block the link is busy once forwards and twice (gather, reduction) backwards, and so is the
     rank. One after the other that is 2 + 4 times a gather; at the same time 1 + 2, but for the first
     gather and the last reduction, which nothing hides."""
-    launch = ["torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
-    command = ["ip", "netns", "exec", slow_link, sys.executable, "-m", *launch, __file__]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = torchrun_on_slow_link(__file__)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(lines) == 2

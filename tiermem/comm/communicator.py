@@ -146,6 +146,11 @@ class Communicator:
         """The counters now."""
         return self._link.activity.stats()
 
+    @property
+    def waited_seconds(self) -> float:
+        """How long its exchanges were waited for so far."""
+        return self._link.waited_seconds
+
     def close(self, *, failed: bool = False) -> None:
         """Leaves the group. Idempotent; never raises because of other ranks.
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -45,8 +47,9 @@ class Exchange:
         :raises RankError: a peer died, failed, left, or does something else; with the cause. The
             receiving tensors' contents are then undefined.
         """
-        self._take()
-        self._wait(self._coming)
+        with self._counted():
+            self._take()
+            self._wait(self._coming)
 
     def received_within(self, seconds: float) -> bool:
         """Whether everything that comes is there, perhaps after some ``seconds``, or will never be:
@@ -56,27 +59,38 @@ class Exchange:
             return True
         if self._taker is None:
             self._taker = _Taker(self._link, self._coming[0][0], lambda: self._wait(self._coming))
-        return self._taker.over.wait(seconds)
+        with self._counted():
+            return self._taker.over.wait(seconds)
 
     def over_within(self, seconds: float) -> bool:
         """Whether all of it is over, perhaps after some ``seconds``: then `wait` returns, or raises, at
         once. As `received_within`."""
-        if self._taker is not None:
-            if not self._taker.over.wait(seconds):
-                return False
-            self._take()
-        if self.done:
-            return True
-        first = (self._coming or self._going)[0][0]
-        self._taker = _Taker(self._link, first, self._wait_for_all)
-        return self._taker.over.wait(seconds)
+        with self._counted():
+            if self._taker is not None:
+                if not self._taker.over.wait(seconds):
+                    return False
+                self._take()
+            if self.done:
+                return True
+            first = (self._coming or self._going)[0][0]
+            self._taker = _Taker(self._link, first, self._wait_for_all)
+            return self._taker.over.wait(seconds)
 
     def wait(self) -> None:
         """Returns when everything that comes is there, and what goes may be overwritten. Raises as
         `wait_received`."""
-        self._take()
-        self._wait_for_all()
+        with self._counted():
+            self._take()
+            self._wait_for_all()
         self._tensors = []
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._link.waited_seconds += time.perf_counter() - started
 
     def _wait_for_all(self) -> None:
         self._wait(self._coming)

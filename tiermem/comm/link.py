@@ -33,6 +33,7 @@ class Link:
     activity: Activity
     board: Board | None  # None: one rank
     transport: Transport | None  # None: one rank, or closed
+    waited_seconds: float = 0.0  # in exchanges' waits; whoever waits adds to it
     dead: set[int] = field(default_factory=set)  # ranks that are gone and have not said why; grows
 
     def start(self, transfer: Transfer, tensor: Tensor) -> Work:

@@ -113,8 +113,8 @@ class Watch:
             f"ranks disagree about what comes next: {describe(states, ranks, names)}; all ranks must "
             "run the same modules in the same order, as often, and with the same shapes (look for "
             "branches, batches or loops that differ by rank; a module of whose parts each rank calls "
-            "others, such as experts, is to be one unit: tiermem.shard(model, runtime, wrap=[its class, "
-            f"...])), and {SAME_CALLS}"
+            "others, such as experts, is to be one unit: tiermem.shard(model, runtime, wrap=[its "
+            f"class, ...])), and {SAME_CALLS}"
         )
 
     def _warn(self, transfer: Transfer, waited_ns: int) -> None:

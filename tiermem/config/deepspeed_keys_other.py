@@ -139,8 +139,8 @@ _REFUSED = (
     _object(
         "pipeline",
         "settings of pipeline modules",
-        "there is no pipeline engine; leave the block out (for a pipeline of your own, tiermem.shard has "
-        "model_mesh)",
+        "there is no pipeline engine; leave the block out (for a pipeline of your own, tiermem.shard "
+        "has model_mesh)",
         is_on=_has_stages,
     ),
     refused(

@@ -49,6 +49,7 @@ class RuntimeStats:
     written_bytes: int
     copied_bytes: int
     stall_seconds: float  # of the training thread, waiting for gathers, updates or room
+    exchange_wait_seconds: float  # of those and others: waiting for other ranks
     update_seconds: float  # of the worker, in kernels
     prefetch_hits: int
     prefetch_misses: int
@@ -83,6 +84,7 @@ def collect(runtime: Runtime) -> RuntimeStats:
         stall_seconds=runtime.gather.stall_seconds
         + runtime.gather.shares.stall_seconds
         + runtime.gradients.stall_seconds,
+        exchange_wait_seconds=sum(comm.waited_seconds for comm in runtime.communicators),
         update_seconds=runtime.pipeline.busy_seconds,
         prefetch_hits=runtime.gather.prefetch_hits,
         prefetch_misses=runtime.gather.prefetch_misses,

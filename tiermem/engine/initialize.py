@@ -1,0 +1,204 @@
+"""`initialize`: DeepSpeed's way to start, and what programs written for it call around it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from tiermem.config import DeepSpeedConfig, read_deepspeed
+from tiermem.engine.building import make_optimizer, plan_states
+from tiermem.engine.engine import Engine
+from tiermem.engine.loader import EpochLoader
+from tiermem.engine.parameters import Replacement
+from tiermem.engine.schedules import make_schedule
+from tiermem.engine.settings import Settings, settings_of
+from tiermem.errors import ConfigError, StateError
+from tiermem.optim import TieredOptimizer
+from tiermem.zero.runtime import Runtime
+from tiermem.zero.shard import shard
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim.lr_scheduler import LRScheduler
+    from torch.utils.data import Dataset
+
+logger = logging.getLogger(__name__)
+
+_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[[list[Any]], Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Mapping[str, Any] | str | Path | None = None,
+    mesh_param: Any = None,
+    config_params: Mapping[str, Any] | str | Path | None = None,
+    *,
+    runtime: Runtime | None = None,
+    mesh: DeviceMesh | None = None,
+    wrap: Any = None,
+) -> tuple[Engine, TieredOptimizer | None, EpochLoader | None, LRScheduler | None]:
+    """Shards ``model`` as a DeepSpeed configuration says and gives it an engine, an optimizer, a loader
+    of ``training_data`` and a schedule: ``(engine, optimizer, training_dataloader, lr_scheduler)``.
+
+    ``config`` is a DeepSpeed configuration, a mapping or a JSON file (``config_params`` and
+    ``args.deepspeed_config`` are older ways to give it). ``optimizer`` is one of torch or anybody over
+    the model's parameters, made before, which is converted with its options and state and is not to be
+    used itself any more; or a function that makes one from parameters; or None for the configuration's
+    ``optimizer``, over ``model_parameters`` (default: all that are trainable). ``lr_scheduler`` is one
+    made for that optimizer, a function that makes one, or None for the configuration's. Under a
+    launcher ``torch.distributed`` is initialised with gloo, unless it was
+    (``dist_init_required=False``: not).
+
+    Three arguments are not DeepSpeed's: ``runtime`` is one to share with other models, whose tiers and
+    budgets then hold; ``mesh`` the dimension of a `DeviceMesh` to shard over; ``wrap`` as for
+    `tiermem.shard`.
+
+    Raises `ConfigError` with everything that is wrong with the configuration, and for an optimizer that
+    cannot run sharded, before the model is touched; and what `tiermem.Runtime` and `tiermem.shard`
+    raise.
+    """
+    source = _source(args, config, config_params)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"initialize needs model=, a torch.nn.Module, not a {type(model).__name__}")
+    if mpu is not None or mesh_param is not None:
+        raise ConfigError(
+            "mpu and mesh_param are not understood. Remedy: mesh=device_mesh['dp'], the dimension of a "
+            "torch.distributed DeviceMesh to shard over"
+        )
+    if distributed_port is not None:
+        logger.info("distributed_port has no effect: the launcher's MASTER_PORT counts")
+    if dist_init_required is not False:
+        init_distributed()
+    itemsizes = [p.dtype.itemsize for p in model.parameters() if p.dtype.is_floating_point]
+    read = read_deepspeed(source, itemsize=max(itemsizes, default=4))
+    for note in read.notes:
+        logger.info("%s", note)
+    settings = settings_of(read, mesh)
+    job = _Job(model, read, settings, optimizer, model_parameters)
+    own = runtime is None
+    if runtime is None:
+        batch = read.batch.resolve(settings.world_size)
+        runtime = Runtime(read.tier_for(batch, model_precision=_precision(model)))
+    try:
+        job.shard(runtime, mesh, wrap)
+        made = job.optimizer(runtime)
+        schedule = _schedule(lr_scheduler, read, made)
+    except BaseException as error:
+        if own:
+            runtime.__exit__(type(error), error, error.__traceback__)
+        raise
+    engine = Engine(model, runtime, settings, made, schedule, owns_runtime=own)
+    if training_data is not None:
+        engine.training_dataloader = EpochLoader(
+            training_data,
+            settings.micro_batch_size,
+            rank=mesh.get_local_rank() if mesh is not None else engine.global_rank,
+            world_size=settings.world_size,
+            drop_last=read.drop_last,
+            collate_fn=collate_fn,
+        )
+    return engine, made, engine.training_dataloader, schedule
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What `initialize` was given to train."""
+
+    model: nn.Module
+    config: DeepSpeedConfig
+    settings: Settings
+    given: Optimizer | Callable[[list[Any]], Optimizer] | None
+    parameters: Iterable[Any] | None
+
+    def shard(self, runtime: Runtime, mesh: DeviceMesh | None, wrap: Any) -> None:
+        """Shards the model. What the user gave refers to its parameters: no reason for a warning."""
+        states = plan_states(self.given, self.config)
+        with warnings.catch_warnings():
+            if self.given is not None or self.parameters is not None:
+                warnings.filterwarnings("ignore", message="parameters collected before")
+            shard(self.model, runtime, mesh=mesh, wrap=wrap, states=states)
+
+    def optimizer(self, runtime: Runtime) -> TieredOptimizer | None:
+        """The optimizer of the sharded model; None if nothing says which, or nothing is trainable."""
+        replacement = Replacement(self.model)
+        if self.parameters is not None:
+            parameters = replacement.of_all(self.parameters)
+        else:
+            parameters = [p for p in self.model.parameters() if p.requires_grad]
+        return make_optimizer(self.given, self.config, parameters, replacement, runtime)
+
+
+def init_distributed(
+    dist_backend: str = "gloo", auto_mpi_discovery: bool = False, **options: Any
+) -> None:
+    """Initialises ``torch.distributed`` under a launcher (torchrun: ``WORLD_SIZE`` is set), unless that
+    was done; a process alone needs none. ``options`` go to `torch.distributed.init_process_group`.
+    Exchanges use gloo, whatever backend computes, so ``"nccl"`` is made ``"cpu:gloo,cuda:nccl"``."""
+    if auto_mpi_discovery:
+        raise ConfigError("auto_mpi_discovery is not understood. Remedy: start with torchrun")
+    if not dist.is_available() or dist.is_initialized() or "WORLD_SIZE" not in os.environ:
+        return
+    backend = "cpu:gloo,cuda:nccl" if dist_backend == "nccl" else dist_backend
+    dist.init_process_group(backend, **options)
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds ``--deepspeed`` and ``--deepspeed_config FILE``, as programs for DeepSpeed expect them."""
+    group = parser.add_argument_group("tiermem", "DeepSpeed's arguments")
+    group.add_argument("--deepspeed", action="store_true", help="(for the program itself to look at)")
+    group.add_argument("--deepspeed_config", type=str, help="the JSON file for tiermem.initialize")
+    return parser
+
+
+def _source(args: Any, *given: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any] | str | Path:
+    sources = [each for each in given if each is not None]
+    from_args = getattr(args, "deepspeed_config", None)
+    if from_args is not None:
+        sources.append(from_args)
+    if len(sources) != 1:
+        raise ConfigError(
+            f"initialize takes one configuration, not {len(sources)}. Remedy: config=, a mapping or "
+            f"the path of a JSON file; or args.deepspeed_config"
+        )
+    return sources[0]
+
+
+def _precision(model: nn.Module) -> str | None:
+    """What the model's parameters are, if all are alike."""
+    dtypes = {p.dtype for p in model.parameters() if p.dtype.is_floating_point}
+    return _PRECISIONS.get(dtypes.pop()) if len(dtypes) == 1 else None
+
+
+def _schedule(given: Any, config: DeepSpeedConfig, optimizer: TieredOptimizer | None) -> Any:
+    if given is None and config.scheduler is None:
+        return None
+    if optimizer is None:
+        raise StateError(
+            "there is a learning rate schedule and no optimizer. Remedy: an 'optimizer' block in the "
+            "configuration, or initialize(optimizer=...)"
+        )
+    if given is None:
+        assert config.scheduler is not None
+        return make_schedule(config.scheduler.type, config.scheduler.params, optimizer)
+    is_scheduler = isinstance(given, torch.optim.lr_scheduler.LRScheduler) or hasattr(given, "step")
+    return given if is_scheduler else given(optimizer)

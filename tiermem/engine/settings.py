@@ -1,0 +1,50 @@
+"""What an engine is set to, once ranks and batch sizes are known."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from tiermem.config import DeepSpeedConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """``train_batch_size`` = ``micro_batch_size`` x ``accumulation_steps`` x ``world_size``."""
+
+    train_batch_size: int
+    micro_batch_size: int
+    accumulation_steps: int
+    world_size: int  # ranks that have different samples
+    local_rank: int
+    gradient_clipping: float  # 0: none
+    steps_per_print: int | None
+    precision: str | None  # "bf16", "fp16", "fp32"; None: the model's own
+
+
+def settings_of(config: DeepSpeedConfig, mesh: DeviceMesh | None) -> Settings:
+    """``config`` on the ranks of ``mesh`` (None: all ranks). Raises `ConfigError` if batch sizes do not
+    fit."""
+    world_size = mesh.size() if mesh is not None else num_ranks()
+    batch = config.batch.resolve(world_size)
+    assert batch.train is not None
+    assert batch.micro is not None
+    assert batch.accumulation is not None
+    return Settings(
+        train_batch_size=batch.train,
+        micro_batch_size=batch.micro,
+        accumulation_steps=batch.accumulation,
+        world_size=world_size,
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        gradient_clipping=config.gradient_clipping,
+        steps_per_print=config.steps_per_print,
+        precision=config.precision,
+    )
+
+
+def num_ranks() -> int:
+    """Ranks of the default process group; 1 without one."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
