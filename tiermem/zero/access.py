@@ -98,6 +98,11 @@ def set_full_master(param: torch.Tensor, master: torch.Tensor) -> None:
             f"a master of shape {tuple(master.shape)} does not fit {handle.name!r} "
             f"{tuple(handle.shape)}"
         )
+    if handle.group.unsettled:
+        raise StateError(
+            f"the master of {handle.name!r} cannot be set inside GatheredParameters, which decides at "
+            f"its end what is kept. Remedy: set it outside of the block"
+        )
     runtime = handle.group.runtime
     region = handle.group.regions[handle.segment.region]
     part = handle.part_of(master.detach()).to(device="cpu", dtype=torch.float32)

@@ -344,6 +344,8 @@ class GatherScheduler:
         rebuilt from it. See [Note: lost writes]."""
         if group.lease is None or group.transfer is not None or group.job is not None:
             return
+        if group.unsettled:  # a block that decides at its end is open
+            return
         group.note_writes()
         if not (group.written or force):
             return

@@ -178,6 +178,7 @@ class ParamGroup:
         self.job: UpdateJob | None = None
         self.gradient: GroupGradient | None = None
         self.partial: GroupGradient | None = None  # this rank's, not reduced over the ranks yet
+        self.unsettled = 0  # open `GatheredParameters` blocks; until their end no write counts
         self.uses = 0  # forwards, faulted calls and gathered() blocks that need it now
         self.handle_token = object()  # referred to by every saved handle; see `handles`
         self.version = 0  # of the values; saved handles must agree

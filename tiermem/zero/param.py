@@ -215,6 +215,21 @@ class ShardedParam:
             f"with tiermem.gathered(params, modify=True): ..."
         )
 
+    def set_data(self, value: torch.Tensor) -> None:
+        """``param.data = value`` copies it, and counts as a write."""
+        if not (self.group.unsharded and self.group.runtime.forward.gathered_depth):
+            raise StateError(
+                f"assigning .data on {self.name!r} is not possible: the parameter is sharded. Remedy: "
+                f"with tiermem.gathered(params): ..."
+            )
+        if value.shape != self.shape or value.dtype != self.spec.dtype:
+            raise StateError(
+                f"data of shape {tuple(value.shape)} and {value.dtype} do not fit {self.name!r} "
+                f"{tuple(self.shape)}, {self.spec.dtype}"
+            )
+        with torch.no_grad():
+            self.inner.copy_(self.part_of(value))
+
     def set_requires_grad(self, value: bool) -> None:
         if value and not self.group.regions[self.segment.region].trainable:
             with self.group.runtime.interrupts:

@@ -49,6 +49,8 @@ class ParamHandle(Protocol):
 
     def get_data(self) -> torch.Tensor: ...
 
+    def set_data(self, value: torch.Tensor) -> None: ...
+
     def set_requires_grad(self, value: bool) -> None: ...
 
     def add_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any: ...
@@ -233,7 +235,8 @@ def _access(func: Any, kind: str, args: Any) -> Any:
             return handle.get_data()
         if args[1] is self:  # Module._apply with a cast that changes nothing
             return None
-        raise _refusal(self, "assigning .data", "use tiermem.gathered(params, modify=True)")
+        handle.set_data(args[1])
+        return None
     if attribute == "requires_grad" and kind == "__set__":
         handle.set_requires_grad(bool(args[1]))
     if attribute == "_version" and kind == "__get__":

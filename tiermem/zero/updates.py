@@ -92,6 +92,12 @@ class UpdateController:
 
     def freeze(self, group: ParamGroup, owner: OptimizerLink) -> None:
         """From here on the group's gradients belong to its pending update."""
+        if group.unsettled:
+            raise StateError(
+                f"{group.name!r} cannot be updated inside GatheredParameters, where nobody knows yet "
+                f"which of its writes are kept. Remedy: step() after the block, and with update: "
+                f"'backward' also backward()"
+            )
         if group.pending is not None or group.owed:
             self._runtime.gather.apply_pending([group])
         self._runtime.gather.shares.honour(group)
