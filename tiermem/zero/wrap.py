@@ -11,6 +11,7 @@ from torch import nn
 
 from tiermem.errors import ConfigError, StateError
 from tiermem.zero import compat
+from tiermem.zero.leaf_modules import outermost_leaves
 from tiermem.zero.overlap import check_storages
 from tiermem.zero.param import Slot
 from tiermem.zero.placeholder import Placeholder
@@ -49,10 +50,11 @@ def plan_units(model: nn.Module, wrap: Wrap) -> list[PlannedUnit]:
     sharded.
 
     A parameter belongs to the innermost wrapped module that holds it; what no wrapped module holds
-    goes to a unit for the module that names it. A tied parameter belongs to the first.
+    goes to a unit for the module that names it. A tied parameter belongs to the first. Below a leaf
+    module nothing is wrapped; see [Note: leaf modules].
     """
     names = {module: name for name, module in model.named_modules()}
-    chosen = _repeated_blocks(model) if wrap is None else _explicit(model, wrap, names)
+    chosen = _choose(model, wrap, names)
     owner: dict[nn.Module, nn.Module] = {}
     # Named modules come parents first, so that inner wrapped modules claim their contents last.
     for module in names:
@@ -111,13 +113,26 @@ def _find_enclosing(units: Sequence[PlannedUnit]) -> None:
         ]
 
 
-def _repeated_blocks(model: nn.Module) -> set[nn.Module]:
+def _choose(model: nn.Module, wrap: Wrap, names: dict[nn.Module, str]) -> set[nn.Module]:
+    """The modules that are wrapped."""
+    leaves, below = outermost_leaves(model)
+    closed = leaves | below
+    chosen = _repeated_blocks(model, closed) if wrap is None else _explicit(model, wrap, names)
+    chosen -= below
+    covered = {inner for module in chosen for inner in module.modules()}
+    return chosen | (leaves - covered)
+
+
+def _repeated_blocks(model: nn.Module, closed: set[nn.Module]) -> set[nn.Module]:
     """Outermost children of containers that occur at least twice with the same class and hold
-    parameters (the layers of a transformer, the stages of a residual network)."""
+    parameters (the layers of a transformer, the stages of a residual network). Not those of ``closed``
+    containers."""
     chosen: set[nn.Module] = set()
     covered: set[nn.Module] = set()
     for module in model.modules():
-        if module in covered or not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        if module in covered or module in closed:
+            continue
+        if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
             continue
         children = [child for child in module.children() if any(True for _ in child.parameters())]
         counts = Counter(type(child) for child in children)
