@@ -93,6 +93,7 @@ class BackwardTracker:
         self._frame: FrameType | None = None
         self._live: dict[ParamGroup, None] = {}  # least recently used first
         self._accumulated: dict[ParamGroup, set[int]] = {}
+        self.checks: list[Callable[[], None]] = []  # at the end of each; they raise
 
     def packer(self, outer: Hooks | None) -> Packer:
         return Packer(self, outer)
@@ -214,6 +215,8 @@ class BackwardTracker:
         self._runtime.gradients.reap()
         self._runtime.gather.poll()
         self._runtime.gather.prefetch()
+        for check in self.checks:
+            check()
 
     def forget_stale(self) -> None:
         """Undoes what a failed backward has left; see [Note: stale backward]."""

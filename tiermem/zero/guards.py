@@ -1,8 +1,18 @@
-"""Hooks that turn silent misuse of a sharded model into an error with a remedy."""
+"""Hooks that turn silent misuse of a sharded model into an error with a remedy.
+
+[Note: replaced parameters] What somebody puts in the place of a sharded module or parameter, such as a
+larger embedding, is left alone, since `torch.func.functional_call` does the same for a moment. But the
+runtime does not know its parameters: its optimizers would not train them, nothing would average them
+over ranks, and nobody would say so. So the end of a backward that has given one a gradient raises. A
+module that has only gone is no matter: layers may be dropped.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import psutil
@@ -13,6 +23,7 @@ from tiermem.errors import StateError
 from tiermem.types import format_bytes
 from tiermem.zero import compat
 from tiermem.zero.group import ParamGroup
+from tiermem.zero.placeholder import Placeholder
 
 
 def install_guards(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
@@ -23,6 +34,8 @@ def install_guards(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
         module.register_state_dict_post_hook(_Copier(groups))
     total = sum(group.nbytes for group in groups)
     model.register_state_dict_pre_hook(_SizeCheck(total))
+    if groups:
+        groups[0].runtime.backward.checks.append(_ReplacementCheck(model, groups))
 
 
 def _refuse_assign(
@@ -68,3 +81,59 @@ class _SizeCheck:
                 f"{format_bytes(available)} are available. Remedy: go through the modules with "
                 f"tiermem.gathered(module.parameters()) and save each by itself"
             )
+
+
+class _ReplacementCheck:
+    """See [Note: replaced parameters]."""
+
+    def __init__(self, model: nn.Module, groups: Sequence[ParamGroup]) -> None:
+        names = {module: name for name, module in model.named_modules()}
+        self._model = weakref.ref(model)
+        self._known = weakref.WeakSet(names)
+        self._slots = [
+            (param, slot, names[slot.module])
+            for group in groups
+            for param in group.params
+            for slot in param.slots
+        ]
+
+    def __call__(self) -> None:
+        """Raises `StateError` for a parameter in the place of a sharded one that has a gradient."""
+        model = self._model()
+        if model is None:
+            return
+        for module, path, name in self._foreign(model):
+            value = module._parameters.get(name)
+            if value is None or isinstance(value, Placeholder) or not value.is_leaf:
+                continue
+            if value.grad is None:
+                continue
+            raise StateError(
+                f"{f'{path}.{name}'.lstrip('.')!r} was sharded, and another parameter of shape "
+                f"{tuple(value.shape)} is in its place now, which nobody would train or average over "
+                f"ranks. Remedy: put it there before tiermem.shard(){self._to_shard(model, path)}; if "
+                f"it is not to be trained, requires_grad_(False)"
+            )
+
+    def _to_shard(self, model: nn.Module, path: str) -> str:
+        """What to do about the module that has come; nothing for one that was there before."""
+        for prefix in itertools.accumulate(path.split("."), lambda a, b: f"{a}.{b}"):
+            if model.get_submodule(prefix) not in self._known:
+                return (
+                    f", or model.zero_grad() and new = model.get_submodule({prefix!r}), which is "
+                    f"sharded too, tiermem.shard(new, runtime), and given to the optimizer, "
+                    f"add_param_group({{'params': new.parameters()}})"
+                )
+        return ""
+
+    def _foreign(self, model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
+        """Modules with their path and the name of a parameter that is not the sharded one."""
+        present = set(model.modules())
+        for param, slot, path in self._slots:
+            if slot.module not in present:
+                with contextlib.suppress(AttributeError):  # it has only gone
+                    yield model.get_submodule(path), path, slot.name
+                continue
+            value = slot.module._parameters.get(slot.name)
+            if value is not param.placeholder and value is not param.real:
+                yield slot.module, path, slot.name
