@@ -1,0 +1,152 @@
+"""Low-rank adapters on a frozen base: training is that of plain torch, and the base costs what reading
+it costs: no states, no gradients, and not a byte written after it was sharded."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from zero_models import Plain, Structure
+from zero_ranks import CaseRunner, Cases, RankTwins, at_sizes, changes_of, make_twins, world_size
+from zero_written import Written, groups_of, ranges_of
+
+from tiermem.types import ALIGNMENT
+
+RANK = 16
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+STATE_BYTES = {"fp32": 4 + 4, "bf16": 4 + 4 + 2}
+"""Per trained element: two moments; of a bf16 one the remainder of its fp32 master too."""
+
+
+class Adapted(nn.Module):
+    """``base(x) + B(A(dropout(x))) * scale`` (Hu et al. 2021, section 4.1)."""
+
+    def __init__(self, base: nn.Linear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.base = base
+        self.dropout = nn.Dropout(0.1)
+        self.lora_a = nn.Linear(base.in_features, RANK, bias=False, dtype=dtype)
+        self.lora_b = nn.Linear(RANK, base.out_features, bias=False, dtype=dtype)
+        nn.init.normal_(self.lora_b.weight, std=0.02)
+        self.scale = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole = self.base(x)
+        low = self.lora_b(self.lora_a(self.dropout(x.to(self.lora_a.weight.dtype))))
+        return whole + (low * self.scale).to(whole.dtype)
+
+
+class Lora(Plain):
+    """Half of the blocks have adapters; all else is frozen, in bf16."""
+
+    def __init__(self, adapters: torch.dtype, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.to(torch.bfloat16).requires_grad_(False)
+        for block in (self.blocks[0], self.blocks[2]):
+            block.up = Adapted(block.up, adapters)
+            block.down = Adapted(block.down, adapters)
+
+    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
+        if not self.checkpointed:
+            return super().encode(tokens)
+        x = self.embedding(tokens).requires_grad_()  # as PEFT has inputs require gradients
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+def loss_in_fp32(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return model(tokens).float().square().mean()
+
+
+def train(
+    path: str, stage: int, placement: str, dtype: str, checkpointed: bool = False, **changes: Any
+) -> None:
+    build: Any = functools.partial(Lora, DTYPES[dtype], checkpointed)
+    options = {"optimizer": placement, **changes_of(stage), **changes}
+    if stage == 3:
+        options["params"] = placement
+    twins = make_twins(build, path, Structure(build, loss_in_fp32), **options)
+    with twins.runtime as runtime:
+        runtime.drain()
+        written = Written(runtime)
+        twins.steps(3)
+        if runtime.stats().update_mode == "deferred":
+            check_gradients(twins)
+        runtime.drain()
+        twins.check()
+        check_base_is_only_read(twins, written, stage)
+        check_states(twins, dtype)
+
+
+def check_gradients(twins: RankTwins) -> None:
+    """Those of adapters only, in memory and in records."""
+    model = twins.model
+    twins.loss(model, twins.batch(9)).backward()
+    for name, param in model.named_parameters():
+        assert (param.grad is not None) == ("lora" in name), name
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    reserved = sum(group.trainable_numel for group in groups_of(model))
+    pieces = sum(region.trainable for group in groups_of(model) for region in group.regions)
+    assert trained / world_size() <= reserved <= trained / world_size() + pieces * ALIGNMENT / 2
+    twins.optimizer.zero_grad()
+
+
+def check_base_is_only_read(twins: RankTwins, written: Written, stage: int) -> None:
+    base = list(ranges_of(twins.model, trained=False))
+    assert bool(base) == (stage == 3)
+    assert not any(written.touches(*each) for each in base)
+    assert all(written.touches(*each) for each in ranges_of(twins.model, trained=True))
+    assert written.records  # states of adapters, at least
+    assert not any(
+        twins.optimizer.state.get(p) for n, p in twins.model.named_parameters() if "lora" not in n
+    )
+
+
+def check_states(twins: RankTwins, dtype: str) -> None:
+    """Bytes of states are so many times this rank's part of the adapters, padding aside."""
+    groups = groups_of(twins.model)
+    trained = [r for group in groups for r in group.regions if r.trainable]
+    assert not any(r.states for group in groups for r in group.regions if not r.trainable)
+    placement = twins.runtime.stats().placement
+    total = sum(
+        sum(tiers.values()) for name, tiers in placement.items() if name not in ("param", "grad")
+    )
+    adapters = sum(p.numel() for p in twins.model.parameters() if p.requires_grad)
+    mine, each = adapters / world_size(), STATE_BYTES[dtype]
+    padded = sum(r.owned.numel for r in trained)
+    assert padded - mine < len(trained) * ALIGNMENT / DTYPES[dtype].itemsize
+    assert each * mine <= total <= each * padded + 3 * len(trained) * ALIGNMENT
+
+
+CASES: Cases = {
+    **{
+        f"stage {stage}, {placement}, {dtype}": functools.partial(
+            train, stage=stage, placement=placement, dtype=dtype
+        )
+        for stage, placement, dtype in itertools.product((3, 2), ("nvme", "host"), DTYPES)
+    },
+    "stage 3, nvme, fp32, checkpointed": functools.partial(
+        train, stage=3, placement="nvme", dtype="fp32", checkpointed=True
+    ),
+    "stage 3, nvme, bf16, in backward": functools.partial(
+        train, stage=3, placement="nvme", dtype="bf16", update="backward"
+    ),
+}
+IN_SHORT = (
+    "stage 3, nvme, fp32",
+    "stage 3, nvme, bf16",
+    "stage 2, host, bf16",
+    "stage 3, nvme, fp32, checkpointed",
+)
+
+
+@pytest.mark.parametrize(("name", "size"), at_sizes(CASES, IN_SHORT.__contains__))
+def test_adapters(case_runner: CaseRunner, name: str, size: int) -> None:
+    case_runner.check(CASES, name, size)
