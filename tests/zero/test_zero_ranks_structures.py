@@ -57,8 +57,19 @@ class UnusedInTurn(Plain):
             block.number = number
 
 
+class AlikeBranch(Plain):
+    """Two of the blocks at random, the same ones on all ranks, which have the same seed."""
+
+    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for index in torch.randperm(len(self.blocks))[:2]:
+            x = self.blocks[index](x)
+        return x
+
+
 CASES: dict[str, Structure] = {
     **STRUCTURES,
+    "branches at random, alike": Structure(AlikeBranch),
     "unused on one rank": Structure(UnusedOnOneRank),
     "unused in turn": Structure(UnusedInTurn),
     "branches at random": Structure(RandomBranch),
@@ -66,7 +77,17 @@ CASES: dict[str, Structure] = {
 DIFFERENT_UNITS = ("branches at random",)
 """Ranks use different units: at stage 3 that is refused, since gathers need all of them."""
 
-IN_SHORT = ("tied", "checkpoint", "checkpoint reentrant", "frozen blocks", "unused block")
+IN_SHORT = (
+    "tied",
+    "checkpoint",
+    "checkpoint reentrant",
+    "frozen blocks",
+    "unused block",
+    "degenerate, all leave",
+    "channels last",
+    "branches at random, alike",
+)
+SMALL = ("degenerate", "degenerate, all leave", "transposed", "tied", "unused in turn")
 
 
 def run_case(name: str, stage: int, mode: str, path: str) -> None:
@@ -110,3 +131,11 @@ def cases_of(names: Any, stages: Any) -> list[tuple[str, int, str]]:
 def test_structures(names: tuple[str, ...], stages: tuple[int, ...], tmp_path: Path) -> None:
     wrong = run_ranks(run_cases, 2, cases_of(names, stages), str(tmp_path), timeout_s=1000)
     assert wrong == [[], []], "\n".join(wrong[0] + wrong[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.timeout(400)
+def test_more_ranks_than_elements(size: int, tmp_path: Path) -> None:
+    wrong = run_ranks(run_cases, size, cases_of(SMALL, (3, 2)), str(tmp_path), timeout_s=300)
+    assert not any(wrong), "\n".join(itertools.chain.from_iterable(wrong))

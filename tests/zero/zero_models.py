@@ -296,18 +296,20 @@ class OnRoot(Plain):
 
 
 class Degenerate(Plain):
-    """A parameter without elements, and scalars that touch nothing else."""
+    """A parameter without elements, and ones of fewer elements than there may be ranks, which touch
+    nothing else."""
 
     def __init__(self) -> None:
         super().__init__()
         self.empty = nn.Parameter(torch.empty(0, WIDTH))
         self.scalar = nn.Parameter(torch.tensor(0.5))
         self.single = nn.Parameter(torch.tensor([0.25]))
+        self.few = nn.Parameter(torch.tensor([[0.5], [0.25], [0.75]]))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = torch.cat([self.encode(tokens).flatten(0, 1), self.empty])
         logits = self.head(x)
-        alone = (self.scalar * self.single).reshape(1, 1).expand(1, logits.shape[1])
+        alone = (self.scalar * self.single * self.few.sum()).reshape(1, 1).expand(1, logits.shape[1])
         return torch.cat([logits, alone])
 
 
@@ -447,7 +449,12 @@ STRUCTURES: dict[str, Structure] = {
     "through parts": Structure(Plain, loss_through_parts),
     "two calls": Structure(Plain, loss_of_two_calls),
     "on root": Structure(OnRoot),
-    "degenerate": Structure(Degenerate, inexact=("scalar", "single")),
+    "degenerate": Structure(Degenerate, inexact=("scalar", "single", "few")),
+    "degenerate, all leave": Structure(
+        Degenerate,
+        options={"persistence_threshold_numel": 0},
+        inexact=("scalar", "single", "few"),
+    ),
     "custom function": Structure(CustomFunction),
     "custom function outside": Structure(CustomFunctionOutside, options={"device_memory": "1MiB"}),
     "module hooks": Structure(ModuleHooks),
