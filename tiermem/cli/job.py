@@ -9,7 +9,7 @@ from typing import Any
 
 from tiermem.cli.directory import default_directory
 from tiermem.cli.ranks import Ranks, path_of_rank
-from tiermem.config import TierConfig, load_config, read_json
+from tiermem.config import TierConfig, is_deepspeed, load_config, read_json
 from tiermem.errors import ConfigError
 
 DEFAULT_PARAMETERS = 125_000_000
@@ -62,10 +62,7 @@ class TrainJob:
             "malloc_mmap_threshold": "4MiB",  # the process is ours: peaks come close to what is live
         }
         if self.config_file is not None:
-            given = read_json(self.config_file)
-            if not isinstance(given, dict):
-                raise ConfigError(f"{self.config_file} holds no JSON object")
-            values.update(given)
+            values.update(_read(self.config_file))
         values.update(self.settings)
         if values.get("stage", 3) != 3 and values["params"] == "nvme":
             values["params"] = "device"  # the default here is for stage 3
@@ -80,3 +77,15 @@ class TrainJob:
         if ranks is not None and isinstance(values.get("paths"), list):
             values["paths"] = [path_of_rank(path, ranks) for path in values["paths"]]
         return load_config(values)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What a configuration file sets, in tiermem's own vocabulary."""
+    given = read_json(path)
+    if not isinstance(given, dict):
+        raise ConfigError(f"{path} holds no JSON object")
+    if not is_deepspeed(given):
+        return given
+    values = load_config(given).model_dump(exclude_unset=True)
+    values["paths"] = [str(each) for each in values.get("paths", ())]
+    return values

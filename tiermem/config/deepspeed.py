@@ -19,7 +19,8 @@ from tiermem.config.text import read_json
 from tiermem.config.tier import LossScaleConfig, TierConfig, explain
 from tiermem.errors import ConfigError
 
-_LEAF = "zero_optimization.leaf_module"
+_ZERO = "zero_optimization"
+_LEAF = f"{_ZERO}.leaf_module"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,9 @@ def _deepspeed_only(source: Mapping[str, Any]) -> list[str]:
 
 def _refuse_mixture(source: Mapping[str, Any]) -> None:
     theirs = _deepspeed_only(source)
-    ours = [key for key in source if key in TierConfig.model_fields and key not in TABLE.top_level]
+    alike = {key.last for key in TABLE.children(_ZERO)}  # overlap_comm: it may be in the wrong block
+    own = TierConfig.model_fields.keys() - TABLE.top_level - alike
+    ours = [key for key in source if key in own]
     if ours and theirs:
         raise ConfigError(
             f"a configuration has tiermem's keys ({', '.join(ours)}) or DeepSpeed's "

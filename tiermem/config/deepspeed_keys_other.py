@@ -139,8 +139,8 @@ _REFUSED = (
     _object(
         "pipeline",
         "settings of pipeline modules",
-        "there is no pipeline engine; leave the block out (for a pipeline of your own, tiermem.shard "
-        "has model_mesh)",
+        "there is no pipeline engine; leave the block out (model_mesh of tiermem.shard names stages of "
+        "your own)",
         is_on=_has_stages,
     ),
     refused(
@@ -181,7 +181,7 @@ _REFUSED = (
     _object(
         "compile",
         "compile the model",
-        "torch.compile blocks yourself before tiermem.shard, and leave the block out",
+        "compile blocks yourself (block.compile()) after tiermem.shard, and leave the block out",
         is_on=_compiles,
     ),
 )
@@ -269,7 +269,7 @@ _CHECKPOINTS = (
     no_op("checkpoint.parallel_write", None, "share out writing", _FILES, kind="object"),
     no_op("checkpoint.writer", None, "how files are written", _FILES, kind="object"),
     _observer("nebula", "a checkpoint service", _FILES),
-    no_op("datastates", None, "a checkpoint service", _FILES, kind="object", is_on=not_empty),
+    no_op("datastates_ckpt", None, "a checkpoint service", _FILES, kind="object"),
 )
 
 OTHER_KEYS: tuple[Key, ...] = (*_AIO, *_REFUSED, *_OBSERVE, *_CHECKPOINTS)

@@ -206,7 +206,7 @@ def _type_of(reading: Reading, block: str, types: Mapping[str, Any]) -> str | No
     given = reading.of(f"{block}.type")
     works = ", ".join(types)
     if given is None:
-        if any(name.startswith(f"{block}.") for name in reading.values):
+        if f"{block}.params" in reading.values:
             reading.problem(f"{block}.type", f"missing; these work: {works}")
         return None
     spelling = {name.lower(): name for name in types}

@@ -34,7 +34,7 @@ class Reading:
         self.problems.append(f"{name}: {text}")
 
     def read(self, source: Mapping[str, Any], block: str = "") -> None:
-        """Takes everything in ``source``, which lies in ``block`` (today's name, or empty)."""
+        """Takes everything in ``source``, which lies in ``block`` (as it was spelled, or empty)."""
         for written, value in source.items():
             if not isinstance(written, str):
                 self.problem(block or "(whole)", f"keys must be strings, not {written!r}")
@@ -65,8 +65,8 @@ class Reading:
             what = "" if key.kind == "object" else f"{shown(value)} "
             self.notes.append(f"{spelling}: {what}has no effect here ({key.here})")
 
-    def _read_one(self, name: str, value: Any) -> None:
-        spelling, name = name, TABLE.today(name)
+    def _read_one(self, spelling: str, value: Any) -> None:
+        name = TABLE.today(spelling)
         if name == _ZERO and isinstance(value, bool):
             self.notes.append(f'{_ZERO}: {shown(value)} is an old form of {{"stage": {int(value)}}}')
             value = {"stage": int(value)}
@@ -89,7 +89,7 @@ class Reading:
         before = len(self.problems)
         children = TABLE.children(key.name)
         if children and isinstance(value, Mapping):
-            self.read(value, key.name)
+            self.read(value, spelling)
             return
         self.take(key, spelling, value)
         if isinstance(value, Mapping) and key.fields and len(self.problems) == before:
