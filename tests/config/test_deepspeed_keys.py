@@ -107,8 +107,14 @@ def asking(key: Key) -> Any:
     return 0.5 if key.kind == "number" else 77
 
 
+# Gradients are summed in fp32 for each value that is accepted: see test_deepspeed_meaning.
+SAME = {"communication_data_type"}
+
+
 def of_role(*roles: Role) -> list[Any]:
-    return [pytest.param(key, id=key.name) for key in LEAVES if key.role in roles]
+    return [
+        pytest.param(key, id=key.name) for key in LEAVES if key.role in roles and key.name not in SAME
+    ]
 
 
 def test_every_name_is_one_key() -> None:
@@ -121,8 +127,6 @@ def test_every_name_is_one_key() -> None:
 
 @pytest.mark.parametrize("key", of_role(Role.ACTS, Role.PART))
 def test_a_key_that_acts_changes_what_is_done(key: Key) -> None:
-    if key.name == "communication_data_type":
-        pytest.skip("the sums are the same for all that is accepted: see test_deepspeed_precision")
     base, value = CHANGES[key.name]
     before, after = read_deepspeed(base), read_deepspeed(merged(base, nested(key.name, value)))
     assert acting(before) != acting(after)
