@@ -127,3 +127,25 @@ def test_a_budget_too_small_says_what_would_do(
     assert "host_memory" in done.stderr
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_deepspeed_configuration_is_taken(tmp_path: Path, plain_environment: dict[str, str]) -> None:
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    offload = {"device": "nvme", "nvme_path": str(drive)}
+    zero = {"stage": 3, "offload_param": offload, "offload_optimizer": offload}
+    config = tmp_path / "ds.json"
+    config.write_text(
+        f"// of old\n{json.dumps({'zero_optimization': zero, 'fp16': {'enabled': False}})}"
+    )
+    command = [sys.executable, "-m", "tiermem.cli", "train", *TINY, "--steps", "1", "--json"]
+    done = subprocess.run(
+        [*command, "--config", str(config), "--host-memory", "32MiB"],
+        capture_output=True,
+        text=True,
+        env=plain_environment,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"states on {drive}" in done.stderr
+    assert json.loads(done.stdout)["compute_dtype"] == "fp32"  # bf16 without the file

@@ -52,7 +52,10 @@ def test_deepspeeds_has_the_keys_and_types_that_it_reads(settings: Candidate) ->
     }
     assert {key: type(value) for key, value in aio.items()} == types
     assert aio["block_size"] == settings.chunk_bytes
-    assert aio["queue_depth"] == max(settings.read_depth, settings.write_depth)
+    depth = max(settings.read_depth, settings.write_depth)
+    assert aio["queue_depth"] == depth
+    ours = load_config(fragment).io.given  # it is understood here, too
+    assert ours == {"chunk_bytes": settings.chunk_bytes, "read_depth": depth, "write_depth": depth}
 
 
 def test_ours_runs(tmp_path: Path) -> None:

@@ -153,6 +153,8 @@ def _deepspeed_only(source: Mapping[str, Any]) -> list[str]:
     fp16 = source.get("fp16")
     if isinstance(fp16, Mapping) and set(fp16) - set(LossScaleConfig.model_fields):
         found.append("fp16")
+    if isinstance(source.get("optimizer"), Mapping):  # tiermem's own is the name of a tier
+        found.append("optimizer")
     if not found and not own & set(source):
         found = [
             key
