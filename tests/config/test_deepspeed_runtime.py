@@ -38,6 +38,8 @@ def lines_of(caplog: pytest.LogCaptureFixture, config: Any) -> list[str]:
         ({"optimizer": {"type": "AdamW"}}, True),
         ({"zero_optimisation": {"stage": 3}}, True),
         ({"fp16": {"loss_scale": 8}}, False),
+        ({"fp16": {"loss_scal_window": 8}}, False),
+        ({3: 4}, False),
         ({"gradient_clipping": 1.0, "gradient_accumulation_steps": 2}, False),
         ({}, False),
         ({"params": "host", "prams": 1}, False),

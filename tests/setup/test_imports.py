@@ -15,6 +15,7 @@ import pytest
         "import tiermem",
         "import tiermem.io",
         "import tiermem.errors",
+        "import tiermem.config",
         "import tiermem.benchmark",
         "import tiermem.doctor",
         "import tiermem.cli.app",

@@ -1,7 +1,7 @@
 """What a user can set, in tiermem's own vocabulary and in DeepSpeed's."""
 
 from tiermem.config.batch import BatchSizes
-from tiermem.config.deepspeed import DeepSpeedConfig, LeafModules, is_deepspeed, read_deepspeed
+from tiermem.config.deepspeed import DeepSpeedConfig, LeafModules, read_deepspeed
 from tiermem.config.deepspeed_named import NamedBlock
 from tiermem.config.deepspeed_tier import Effective
 from tiermem.config.load import load_config
@@ -14,6 +14,7 @@ from tiermem.config.tier import (
     TierConfig,
     Update,
 )
+from tiermem.config.vocabulary import is_deepspeed
 
 __all__ = [
     "PLACEMENTS",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,16 +10,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from tiermem.config.batch import BatchSizes
-from tiermem.config.deepspeed_keys import TABLE
 from tiermem.config.deepspeed_named import NamedBlock, read_optimizer, read_scheduler
 from tiermem.config.deepspeed_reading import Reading
 from tiermem.config.deepspeed_tier import Effective, Precision, Translation
 from tiermem.config.text import read_json
 from tiermem.config.tier import LossScaleConfig, TierConfig, explain
+from tiermem.config.vocabulary import refuse_mixture
 from tiermem.errors import ConfigError
 
 _ZERO = "zero_optimization"
 _LEAF = f"{_ZERO}.leaf_module"
+_GATHER = f"{_ZERO}.stage3_gather_16bit_weights_on_model_save"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +72,6 @@ class DeepSpeedConfig:
         return TierConfig.model_validate(values)
 
 
-def is_deepspeed(source: Mapping[str, Any]) -> bool:
-    """Whether a mapping is in DeepSpeed's vocabulary: it has a key that only DeepSpeed knows, or one
-    that is nearly so."""
-    return bool(_deepspeed_only(source))
-
-
 def read_deepspeed(
     source: Mapping[str, Any] | str | Path, *, itemsize: int | None = None
 ) -> DeepSpeedConfig:
@@ -90,7 +84,7 @@ def read_deepspeed(
         source = read_json(Path(source))
     if not isinstance(source, Mapping):
         raise ConfigError(f"a DeepSpeed configuration is a mapping or a path, not {source!r}")
-    _refuse_mixture(source)
+    refuse_mixture(source)
     reading = Reading()
     reading.read(source)
     optimizer, scheduler = read_optimizer(reading), read_scheduler(reading)
@@ -98,10 +92,7 @@ def read_deepspeed(
     tier = translation.tier()
     loss_scale = _undecided_loss_scale(translation)
     if reading.problems or tier is None:
-        count = f"{len(reading.problems)} problem{'s' if len(reading.problems) > 1 else ''}"
-        raise ConfigError(
-            f"{count} in the DeepSpeed configuration:\n  " + "\n  ".join(reading.problems)
-        )
+        raise ConfigError(_listed(reading.problems))
     return DeepSpeedConfig(
         tier=tier,
         batch=BatchSizes(
@@ -116,9 +107,7 @@ def read_deepspeed(
         gradient_clipping=reading.of("gradient_clipping", 0.0),
         steps_per_print=reading.of("steps_per_print") or None,
         allow_untested_optimizer=reading.of("zero_allow_untested_optimizer", False),
-        gather_16bit_on_save=reading.of(
-            "zero_optimization.stage3_gather_16bit_weights_on_model_save", False
-        ),
+        gather_16bit_on_save=reading.of(_GATHER, False),
         drop_last=reading.of("dataloader_drop_last", False),
         leaf_modules=_leaf_modules(reading),
         notes=(*reading.notes, *_auto_note(reading)),
@@ -146,34 +135,9 @@ def for_runtime(source: Mapping[str, Any]) -> tuple[TierConfig, tuple[str, ...]]
     return config.tier, notes
 
 
-def _deepspeed_only(source: Mapping[str, Any]) -> list[str]:
-    own = set(TierConfig.model_fields)
-    names = TABLE.top_level - own
-    found = [key for key in source if key in names]
-    fp16 = source.get("fp16")
-    if isinstance(fp16, Mapping) and set(fp16) - set(LossScaleConfig.model_fields):
-        found.append("fp16")
-    if isinstance(source.get("optimizer"), Mapping):  # tiermem's own is the name of a tier
-        found.append("optimizer")
-    if not found and not own & set(source):
-        found = [
-            key
-            for key in source
-            if difflib.get_close_matches(str(key).lower(), names, n=1, cutoff=0.85)
-        ]
-    return found
-
-
-def _refuse_mixture(source: Mapping[str, Any]) -> None:
-    theirs = _deepspeed_only(source)
-    alike = {key.last for key in TABLE.children(_ZERO)}  # overlap_comm: it may be in the wrong block
-    own = TierConfig.model_fields.keys() - TABLE.top_level - alike
-    ours = [key for key in source if key in own]
-    if ours and theirs:
-        raise ConfigError(
-            f"a configuration has tiermem's keys ({', '.join(ours)}) or DeepSpeed's "
-            f"({', '.join(map(str, theirs))}), not both; take out those of one kind"
-        )
+def _listed(problems: list[str]) -> str:
+    count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    return f"{count} in the DeepSpeed configuration:\n  " + "\n  ".join(problems)
 
 
 def _undecided_loss_scale(translation: Translation) -> LossScaleConfig | None:

@@ -9,9 +9,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tiermem.config.deepspeed import for_runtime, is_deepspeed
+from tiermem.config.deepspeed import for_runtime
 from tiermem.config.text import read_json
 from tiermem.config.tier import TierConfig, explain
+from tiermem.config.vocabulary import is_deepspeed
 from tiermem.errors import ConfigError
 
 logger = logging.getLogger(__name__)
