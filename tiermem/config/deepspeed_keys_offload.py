@@ -99,7 +99,8 @@ OFFLOAD_OPTIMIZER = (
         "none",
         Role.ACTS,
         "their tier",
-        "`optimizer`: none is `device`, cpu is `host`, nvme is `nvme` (at stages 1 and 2 too)",
+        "`optimizer`: none is `device`, cpu is `host`, nvme is `nvme` (at stages 1 and 2 too); with an "
+        "accelerator states are updated on the host, so it must be cpu or nvme",
         no_auto="give none, cpu or nvme",
         choices=_DEVICES,
         example="cpu",
