@@ -41,7 +41,6 @@ BLOCKS: list[dict[str, Any] | str] = [
         f"{ZERO}.stage3_prefetch_bucket_size": 200_000_000,
         f"{ZERO}.stage3_param_persistence_threshold": 100_000,
         f"{ZERO}.stage3_max_live_parameters": 1_000_000_000,
-        f"{ZERO}.stage3_gather_16bit_weights_on_model_save": True,
     },
     {
         f"{ZERO}.stage": 2,

@@ -234,7 +234,7 @@ def test_micro_steps_and_clipping_are_declared_for_resolved_sizes() -> None:
     declared = config.tier_for(config.batch.resolve(2))
     assert (declared.gradient_accumulation_steps, declared.gradient_clipping) == (4, 0.0)
     assert declared.effective_update == "deferred"
-    assert config.tier_for(config.batch.resolve(8)).effective_update == "backward"
+    assert config.tier_for(config.batch.resolve(8)).effective_update == "deferred"
     with pytest.raises(ConfigError, match="not resolved"):
         config.tier_for(config.batch)
 
@@ -245,17 +245,46 @@ def test_what_is_kept_for_the_engine() -> None:
             "gradient_clipping": "1.0",
             "steps_per_print": 1e5,
             "dataloader_drop_last": True,
-            "zero_allow_untested_optimizer": True,
-            **zero(
-                stage3_gather_16bit_weights_on_model_save=True,
-                leaf_module={"classes": "Experts", "names": ["a", "b"]},
-            ),
+            **zero(leaf_module={"classes": "Experts", "names": ["a", "b"]}),
         }
     )
     assert (config.gradient_clipping, config.steps_per_print) == (1.0, 100_000)
     assert config.drop_last
-    assert config.allow_untested_optimizer
-    assert config.gather_16bit_on_save
     assert config.leaf_modules == LeafModules(("Experts",), ("a", "b"), ())
     assert read_deepspeed({}).leaf_modules is None
     assert read_deepspeed({"steps_per_print": 0}).steps_per_print is None
+
+
+def test_the_block_tiermem_has_its_own_keys_and_goes_first() -> None:
+    config = read_deepspeed(
+        {
+            "aio": {"queue_depth": 4},
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": 0,
+            **zero(offload_optimizer={"device": "cpu"}),
+            "tiermem": {
+                "_comment": "for this machine",
+                "host_memory": "64MiB",
+                "update": "backward",
+                "optimizer": "device",
+                "io": {"backend": "threads"},
+            },
+        }
+    )
+    assert config.tier.host_memory == 64 << 20
+    assert config.tier.effective_update == "backward"
+    assert config.tier.optimizer == "device"
+    assert (config.tier.io.backend, config.tier.io.read_depth) == ("threads", 4)
+    assert str(config.effective["tiermem.host_memory"]) == '"64MiB"'
+
+
+@pytest.mark.parametrize(
+    ("own", "says"),
+    [
+        ({"hostmemory": 1}, "tiermem.hostmemory: unknown key; did you mean 'host_memory'?"),
+        ({"host_memory": "lots"}, "tiermem.host_memory: must be a size"),
+        (True, "tiermem: "),
+    ],
+)
+def test_mistakes_in_the_block_tiermem(own: Any, says: str) -> None:
+    assert problem({"tiermem": own}).startswith(says)

@@ -20,7 +20,6 @@ from tiermem.errors import ConfigError
 
 _ZERO = "zero_optimization"
 _LEAF = f"{_ZERO}.leaf_module"
-_GATHER = f"{_ZERO}.stage3_gather_16bit_weights_on_model_save"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +46,6 @@ class DeepSpeedConfig:
     gradient_clipping: float
     """Largest global norm; 0 is none."""
     steps_per_print: int | None
-    allow_untested_optimizer: bool
-    gather_16bit_on_save: bool
     drop_last: bool
     leaf_modules: LeafModules | None
     notes: tuple[str, ...]
@@ -106,8 +103,6 @@ def read_deepspeed(
         loss_scale=loss_scale,
         gradient_clipping=reading.of("gradient_clipping", 0.0),
         steps_per_print=reading.of("steps_per_print") or None,
-        allow_untested_optimizer=reading.of("zero_allow_untested_optimizer", False),
-        gather_16bit_on_save=reading.of(_GATHER, False),
         drop_last=reading.of("dataloader_drop_last", False),
         leaf_modules=_leaf_modules(reading),
         notes=(*reading.notes, *_auto_note(reading)),

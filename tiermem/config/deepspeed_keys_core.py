@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tiermem.config.deepspeed_key import Key, Kind, Role, no_op, refused
+from tiermem.config.tier import TierConfig
 
 _FP32 = "gradients are summed in fp32, whatever is sent"
 _DTYPES = (
@@ -208,7 +209,8 @@ _OPTIMIZERS = (
         None,
         Role.ACTS,
         "its name",
-        "AdamW, Adam and SGD; Adam is AdamW unless adam_w_mode is false, as in DeepSpeed",
+        "AdamW, Adam and SGD (Adam is AdamW unless adam_w_mode is false, as in DeepSpeed), and torch's "
+        "Adagrad, Adadelta, Adamax, NAdam, RAdam and RMSprop",
         no_auto="give a name such as AdamW",
         example="AdamW",
     ),
@@ -255,14 +257,23 @@ _OPTIMIZERS = (
         "see below; what is left out or auto has DeepSpeed's defaults",
         example={"warmup_num_steps": 100},
     ),
-    Key(
+    no_op(
         "zero_allow_untested_optimizer",
-        "bool",
         False,
-        Role.ACTS,
         "whether an optimizer of yours may be used",
-        "kept for the engine (`allow_untested_optimizer`)",
-        auto="false",
+        "any that is element-wise may; others are refused by name",
+    ),
+    Key(
+        "tiermem",
+        "object",
+        None,
+        Role.ACTS,
+        "tiermem's own keys, for what DeepSpeed has none (DeepSpeed ignores the block)",
+        "those of tiermem.TierConfig, such as `host_memory`, `device_memory`, `update`, `master`; they "
+        "count before what other blocks say",
+        no_auto="give an object",
+        fields=tuple(TierConfig.model_fields),
+        example={"host_memory": "64GiB"},
     ),
     no_op(
         "zero_force_ds_cpu_optimizer",

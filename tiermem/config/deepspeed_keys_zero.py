@@ -177,14 +177,12 @@ _STAGE3 = (
         stage3=True,
         aliases=(f"{_ZERO}.max_reuse_distance",),
     ),
-    Key(
+    no_op(
         f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
-        "bool",
         False,
-        Role.ACTS,
         "whether the engine saves whole 16-bit weights",
-        "kept for the engine (`gather_16bit_on_save`)",
-        auto="false",
+        "saving whole weights by the engine is not built yet: until then engine.module.state_dict() on "
+        "all ranks, and torch.save on the first",
         stage3=True,
         aliases=(
             f"{_ZERO}.gather_16bit_weights_on_model_save",

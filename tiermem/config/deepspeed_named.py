@@ -73,7 +73,62 @@ _SGD = (
     _MAXIMIZE,
     *_TORCH,
 )
-OPTIMIZERS: Mapping[str, tuple[Key, ...]] = {"AdamW": _ADAM, "Adam": _ADAM, "SGD": _SGD}
+_EPS = _param("optimizer", "eps", "number", 1e-8, "added to the divisor")
+_BETAS = _param("optimizer", "betas", "pair", (0.9, 0.999), "decay of the moments", high=1)
+_OF_ALL = (_WEIGHT_DECAY, _MAXIMIZE, *_TORCH)
+
+
+def _lr(default: float) -> Key:
+    return _param("optimizer", "lr", "number", default, "learning rate")
+
+
+_WRAPPED: Mapping[str, tuple[Key, ...]] = {
+    "Adagrad": (
+        _lr(1e-2),
+        _param("optimizer", "lr_decay", "number", 0.0, "decay of the learning rate"),
+        _param("optimizer", "initial_accumulator_value", "number", 0.0, "where the sum starts"),
+        _param("optimizer", "eps", "number", 1e-10, "added to the divisor"),
+        *_OF_ALL,
+    ),
+    "Adadelta": (
+        _lr(1.0),
+        _param("optimizer", "rho", "number", 0.9, "decay of the means", high=1),
+        _param("optimizer", "eps", "number", 1e-6, "added to the divisor"),
+        *_OF_ALL,
+    ),
+    "Adamax": (_lr(2e-3), _BETAS, _EPS, *_OF_ALL),
+    "NAdam": (
+        _lr(2e-3),
+        _BETAS,
+        _EPS,
+        _param("optimizer", "momentum_decay", "number", 4e-3, "decay of momentum"),
+        _param("optimizer", "decoupled_weight_decay", "bool", False, "decay parameters, not gradients"),
+        *_OF_ALL,
+    ),
+    "RAdam": (
+        _LR,
+        _BETAS,
+        _EPS,
+        _param("optimizer", "decoupled_weight_decay", "bool", False, "decay parameters, not gradients"),
+        *_OF_ALL,
+    ),
+    "RMSprop": (
+        _lr(1e-2),
+        _param("optimizer", "alpha", "number", 0.99, "decay of the mean", high=1),
+        _EPS,
+        _param("optimizer", "momentum", "number", 0.0, "share of the last step"),
+        _param("optimizer", "centered", "bool", False, "divide by the variance"),
+        *_OF_ALL,
+    ),
+}
+"""Torch's own that `tiermem.optim.Tiered` runs, with torch's arguments and defaults."""
+
+OPTIMIZERS: Mapping[str, tuple[Key, ...]] = {
+    "AdamW": _ADAM,
+    "Adam": _ADAM,
+    "SGD": _SGD,
+    **_WRAPPED,
+}
 
 _REFUSED_OPTIMIZERS = (
     "OneBitAdam",
@@ -81,7 +136,6 @@ _REFUSED_OPTIMIZERS = (
     "OneBitLamb",
     "Lamb",
     "Lion",
-    "Adagrad",
     "Muon",
     "MuAdam",
     "MuAdamW",

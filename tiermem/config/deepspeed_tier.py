@@ -83,6 +83,7 @@ class Translation:
         self._exchange()
         self._stage3()
         self._io()
+        self._own()
         try:
             return TierConfig.model_validate(self.values)
         except ValidationError as error:
@@ -215,6 +216,18 @@ class Translation:
                 io[which], self._origin[f"io.{which}"] = depth, "aio.queue_depth"
         if io:
             self.values["io"] = io
+
+    def _own(self) -> None:
+        """The block ``tiermem`` goes before all else. Without a word in it updates wait for the next
+        forward, which any loop written for DeepSpeed works with."""
+        self.values.setdefault("update", "deferred")
+        for name, value in self.reading.of("tiermem", {}).items():
+            if name not in TierConfig.model_fields:
+                continue  # a comment, or a mistake that is noted
+            merge = name == "io" and isinstance(value, dict)
+            self.values[name] = self.values["io"] | value if merge else value
+            self._origin[name] = f"tiermem.{name}"
+            self.effective[f"tiermem.{name}"] = Effective(value, value)
 
     def _same(self, tier_key: str, name: str) -> None:
         if (value := self.reading.of(name)) is not None:

@@ -91,8 +91,9 @@ def initialize(
         init_distributed()
     itemsizes = [p.dtype.itemsize for p in model.parameters() if p.dtype.is_floating_point]
     read = read_deepspeed(source, itemsize=max(itemsizes, default=4))
-    for note in read.notes:
-        logger.info("%s", note)
+    if not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
+        for note in read.notes:
+            logger.warning("DeepSpeed configuration: %s", note)
     settings = settings_of(read, mesh)
     job = _Job(model, read, settings, optimizer, model_parameters)
     own = runtime is None
