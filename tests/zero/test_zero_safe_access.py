@@ -165,7 +165,7 @@ def work(rank: int, size: int, every: list[dict[str, Any]]) -> list[list[tuple[i
         rig = Rig(rank, size, config)
         check_getters(rig)
         ranges.append(check_local_parts(rig))
-        check_set_values_are_used(rig, local=number % 2 == 0)
+        check_set_values_are_used(rig, local=(number + number // 4) % 2 == 0)
         check_set_values_after_a_step(rig)
         rig.close()
     return ranges
