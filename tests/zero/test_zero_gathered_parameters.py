@@ -9,6 +9,8 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import tiermem
 from tiermem.errors import ConfigError, StateError
@@ -233,6 +235,24 @@ def test_what_cannot_be_inside_is_refused(rig: Rig) -> None:
         with GatheredParameters(params, modifier_rank=0):
             rig.model[0].weight.data = torch.zeros(3)
     rig.optimizer.step()
+
+
+def write_dtensors(rank: int, size: int) -> None:
+    """The ranks of another dimension, which have other parts, each keep their own."""
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(64, 96, bias=False))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    with tiermem.Runtime({"device": "cpu", "host_memory": "32MiB"}) as runtime:
+        tiermem.shard(model, runtime, mesh=mesh["dp"])
+        param = model[0].weight
+        for modifier_rank, kept in ((rank, 3.0), (None, 3.0)):
+            with torch.no_grad(), GatheredParameters(param, modifier_rank=modifier_rank):
+                model[0].weight.fill_(3.0 if modifier_rank is not None else 5.0)
+            assert bool((tiermem.full_param(param).full_tensor() == kept).all())
+
+
+def test_dtensors() -> None:
+    run_ranks(write_dtensors, 2, timeout_s=60)
 
 
 def name_another(rank: int, size: int, config: dict[str, Any]) -> None:

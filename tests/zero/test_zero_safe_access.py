@@ -9,6 +9,9 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import tiermem
 from tiermem.errors import StateError
@@ -223,6 +226,37 @@ def set_between_micro_steps(rank: int, size: int, every: list[dict[str, Any]]) -
 def test_set_gradients_are_added_to(size: int, tmp_path: Any) -> None:
     every = configs(str(tmp_path), (0, 3))[::4]
     run_ranks(set_between_micro_steps, size, every, timeout_s=60)
+
+
+def of_dtensors(rank: int, size: int) -> None:
+    """Whole values are DTensors, or ordinary ones of their shape; local parts are of the own part."""
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(64, 96, bias=False))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    with tiermem.Runtime({"device": "cpu", "host_memory": "32MiB", "compute_dtype": "bf16"}) as runtime:
+        tiermem.shard(model, runtime, mesh=mesh["dp"])
+        tiermem.optim.AdamW(model.parameters())
+        param = model[0].weight
+        value = values(param, 1)
+        own = value[rank * 96 // size : (rank + 1) * 96 // size].flatten()
+        getters = {
+            safe_set_full_fp32_param: (safe_get_full_fp32_param, safe_get_local_fp32_param),
+            safe_set_full_grad: (safe_get_full_grad, safe_get_local_grad),
+        }
+        for setter, (whole, local) in getters.items():
+            setter(param, value.to(torch.bfloat16))
+            kept = whole(param).full_tensor()
+            assert torch.equal(kept, value.to(torch.bfloat16).float())
+            assert torch.equal(local(param), own.to(torch.bfloat16).float())
+        safe_set_local_fp32_param(param, own)
+        assert torch.equal(safe_get_full_fp32_param(param).full_tensor(), value)
+        safe_set_full_optimizer_state(param, whole_fp32 := safe_get_full_fp32_param(param), "exp_avg")
+        assert torch.equal(safe_get_local_optimizer_state(param, "exp_avg"), own)
+        assert isinstance(whole_fp32, DTensor)
+
+
+def test_dtensors() -> None:
+    run_ranks(of_dtensors, 2, timeout_s=60)
 
 
 def test_a_clipped_gradient_that_is_set_is_not_clipped_again(tmp_path: Any) -> None:
