@@ -15,21 +15,25 @@ import difflib
 import inspect
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
+from tiermem.engine.schedule_options import (
+    PerGroup,
+    Warmup,
+    check_positive,
+    check_total,
+    check_warmup,
+    per_group,
+    warmed,
+)
 from tiermem.errors import ConfigError, StateError
 
 logger = logging.getLogger(__name__)
-
-PerGroup = float | Sequence[float]
-"""One number for all parameter groups of an optimizer, or one for each."""
-
-Warmup = Literal["log", "linear"]
 
 _CYCLED_BETA2 = 0.99
 """What `OneCycle` sets the second beta to while it cycles the first; DeepSpeed's value."""
@@ -113,11 +117,11 @@ class WarmupLR(IterationSchedule):
         warmup_type: Warmup = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self._min_lrs = _per_group(optimizer, "warmup_min_lr", warmup_min_lr)
+        self._min_lrs = per_group(optimizer, "warmup_min_lr", warmup_min_lr)
         self._max_lrs: list[float] | None = None
         if warmup_max_lr is not None:
-            self._max_lrs = _per_group(optimizer, "warmup_max_lr", warmup_max_lr)
-        self._num_steps = _check_warmup(warmup_num_steps, warmup_type)
+            self._max_lrs = per_group(optimizer, "warmup_max_lr", warmup_max_lr)
+        self._num_steps = check_warmup(warmup_num_steps, warmup_type)
         self._type = warmup_type
         super().__init__(optimizer, last_batch_iteration)
 
@@ -132,7 +136,7 @@ class WarmupLR(IterationSchedule):
 
     def _share(self, iteration: int) -> float:
         if iteration < self._num_steps:
-            return _warmed(iteration, self._num_steps, self._type)
+            return warmed(iteration, self._num_steps, self._type)
         return 1.0
 
 
@@ -149,7 +153,7 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: Warmup = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self._total = _check_total(total_num_steps, warmup_num_steps)
+        self._total = check_total(total_num_steps, warmup_num_steps)
         super().__init__(
             optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration
         )
@@ -176,8 +180,8 @@ class WarmupCosineLR(IterationSchedule):
         warmup_type: Warmup = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self._num_steps = _check_warmup(warmup_num_steps, warmup_type)
-        self._total = _check_total(total_num_steps, warmup_num_steps)
+        self._num_steps = check_warmup(warmup_num_steps, warmup_type)
+        self._total = check_total(total_num_steps, warmup_num_steps)
         self._min_ratio = warmup_min_ratio
         self._type = warmup_type
         self._last_ratio = cos_min_ratio
@@ -193,7 +197,7 @@ class WarmupCosineLR(IterationSchedule):
         if iteration < 0:
             return 0.0
         if iteration < self._num_steps:
-            share = _warmed(iteration, self._num_steps, self._type)
+            share = warmed(iteration, self._num_steps, self._type)
             return self._min_ratio + (1.0 - self._min_ratio) * share
         done = (iteration - self._num_steps + 1) / max(1, self._total - self._num_steps)
         height = (1 + math.cos(math.pi * min(1.0, done))) / 2
@@ -214,8 +218,8 @@ class LRRangeTest(IterationSchedule):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
-        self._min_lrs = _per_group(optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
-        self._step_size = _check_positive("lr_range_test_step_size", lr_range_test_step_size)
+        self._min_lrs = per_group(optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
+        self._step_size = check_positive("lr_range_test_step_size", lr_range_test_step_size)
         self._step_rate = lr_range_test_step_rate
         self._staircase = lr_range_test_staircase
         super().__init__(optimizer, last_batch_iteration)
@@ -257,13 +261,13 @@ class OneCycle(IterationSchedule):
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
-        self._min_lrs = _per_group(optimizer, "cycle_min_lr", cycle_min_lr)
-        self._max_lrs = _per_group(optimizer, "cycle_max_lr", cycle_max_lr)
-        self._min_moms = _per_group(optimizer, "cycle_min_mom", cycle_min_mom)
-        self._max_moms = _per_group(optimizer, "cycle_max_mom", cycle_max_mom)
-        self._up = _check_positive("cycle_first_step_size", cycle_first_step_size)
+        self._min_lrs = per_group(optimizer, "cycle_min_lr", cycle_min_lr)
+        self._max_lrs = per_group(optimizer, "cycle_max_lr", cycle_max_lr)
+        self._min_moms = per_group(optimizer, "cycle_min_mom", cycle_min_mom)
+        self._max_moms = per_group(optimizer, "cycle_max_mom", cycle_max_mom)
+        self._up = check_positive("cycle_first_step_size", cycle_first_step_size)
         second = self._up if cycle_second_step_size is None else cycle_second_step_size
-        self._down = _check_positive("cycle_second_step_size", second)
+        self._down = check_positive("cycle_second_step_size", second)
         self._stairs_up = cycle_first_stair_count
         self._stairs_down = (
             cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
@@ -373,45 +377,3 @@ def _nearest(name: str, valid: Mapping[str, object]) -> str:
     near = {known.lower(): known for known in valid}
     match = difflib.get_close_matches(name.lower(), near, n=1, cutoff=0.5)
     return f"did you mean {near[match[0]]!r}?" if match else f"valid: {', '.join(valid)}"
-
-
-def _per_group(optimizer: Optimizer, name: str, value: PerGroup) -> list[float]:
-    count = len(optimizer.param_groups)
-    if not isinstance(value, Sequence):
-        return [float(value)] * count
-    if len(value) != count:
-        raise ConfigError(
-            f"{name} has {len(value)} values, the optimizer has {count} parameter groups; give one "
-            f"number, or one for each"
-        )
-    return [float(each) for each in value]
-
-
-def _check_positive(name: str, value: int) -> int:
-    if isinstance(value, bool) or value != int(value) or value < 1:
-        raise ConfigError(f"{name} is {value!r}; it must be a whole number above 0")
-    return int(value)
-
-
-def _check_warmup(num_steps: int, warmup_type: str) -> int:
-    """The number of warm-up iterations in force."""
-    if warmup_type not in ("log", "linear"):
-        raise ConfigError(f"warmup_type is {warmup_type!r}; it is 'log' or 'linear'")
-    return max(2, _check_positive("warmup_num_steps", num_steps))
-
-
-def _check_total(total_num_steps: int, warmup_num_steps: int) -> int:
-    total = _check_positive("total_num_steps", total_num_steps)
-    if total < warmup_num_steps:
-        logger.warning(
-            "total_num_steps %d is below warmup_num_steps %d: training ends before the rate is warm",
-            total,
-            warmup_num_steps,
-        )
-    return total
-
-
-def _warmed(iteration: int, num_steps: int, warmup_type: Warmup) -> float:
-    if warmup_type == "log":
-        return math.log(iteration + 1) / math.log(num_steps)
-    return iteration / num_steps
