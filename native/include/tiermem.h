@@ -172,6 +172,26 @@ typedef struct {
 /* In place on the weights and the momentum buffer; NULL: without momentum. */
 int tm_sgd_update(tm_pool *pool, uint32_t isa, const tm_sgd *hyper, size_t n,
                   const tm_weights *weights, float *momentum);
+/* Values in 8-bit codes: blocks of TM_QUANT_BLOCK elements from the start of the array, the last
+ * shorter, with one scale each, their largest magnitude. The format is in kernels_codes.h. */
+enum { TM_QUANT_BLOCK = 256 };
+int tm_quantize(tm_pool *pool, uint32_t isa, size_t n, uint32_t is_signed, const float *values,
+                uint8_t *codes, float *scales);
+int tm_dequantize(tm_pool *pool, uint32_t isa, size_t n, uint32_t is_signed, const uint8_t *codes,
+                  const float *scales, float *values);
+
+typedef struct {
+  uint8_t *exp_avg; /* signed codes */
+  float *exp_avg_scale;
+  uint8_t *exp_avg_sq; /* unsigned codes */
+  float *exp_avg_sq_scale;
+} tm_moments_8bit;
+
+/* tm_adamw_update with the moments in codes: they are dequantized, updated, used and quantized again,
+ * block by block. */
+int tm_adamw_8bit_update(tm_pool *pool, uint32_t isa, const tm_adamw *hyper, size_t n,
+                         const tm_weights *weights, const tm_moments_8bit *moments);
+
 int tm_split_master(tm_pool *pool, size_t n, const float *master, uint16_t *hi, int16_t *lo);
 int tm_merge_master(tm_pool *pool, size_t n, const uint16_t *hi, const int16_t *lo, float *master);
 

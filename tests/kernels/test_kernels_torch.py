@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tiermem.kernels import AdamWStep, Kernels, SGDStep
-from tiermem.kernels.torch_kernels import _fma
+from tiermem.kernels.torch_updates import fma
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -40,7 +40,7 @@ def rounded(exact: Fraction) -> float:
 @example(-(2.0**-80), 2.0**-60, 2.0**-149)
 def test_fma_rounds_once(a: float, b: float, c: float) -> None:
     expected = rounded(Fraction(a) * Fraction(b) + Fraction(c))
-    result = _fma(*(torch.tensor([x], dtype=torch.float32) for x in (a, b, c))).item()
+    result = fma(*(torch.tensor([x], dtype=torch.float32) for x in (a, b, c))).item()
     assert result == expected
 
 

@@ -126,7 +126,7 @@ def test_vector_path_is_bit_equal(best: Kernels, case: Case, scale: float) -> No
 
 @needs_fma
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("numel", [1, 13, 100_003])
+@pytest.mark.parametrize("numel", [1, 13, 30_003])
 def test_tails_are_within_an_ulp(best: Kernels, numel: int, case: Case) -> None:
     """Per step: torch rounds differently at the end of each of its slices. An ulp of the terms that
     are summed: the value before, the value after, and the gradient with its decay (of which the

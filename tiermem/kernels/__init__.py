@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 
 from tiermem.errors import ConfigError
-from tiermem.kernels.base import AdamWStep, Kernels, SGDStep
+from tiermem.kernels.base import AdamWStep, Kernels, Moments8bit, SGDStep
 
-__all__ = ["AdamWStep", "Kernels", "SGDStep", "available_kernels", "open_kernels"]
+__all__ = ["AdamWStep", "Kernels", "Moments8bit", "SGDStep", "available_kernels", "open_kernels"]
 
 
 def available_kernels() -> tuple[str, ...]:

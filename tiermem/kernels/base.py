@@ -22,6 +22,28 @@ MAX_PARTS = 64
 """The most tensors that one :meth:`Kernels.reduce` adds up."""
 
 
+QUANT_BLOCK_NUMEL = 256
+"""Elements with a common scale in 8-bit codes; blocks are counted from the start of the array."""
+
+
+def num_quant_blocks(numel: int) -> int:
+    """The scales of ``numel`` elements in 8-bit codes; the last block may be shorter."""
+    return -(-numel // QUANT_BLOCK_NUMEL)
+
+
+@dataclass(frozen=True, slots=True)
+class Moments8bit:
+    """Adam's moments in 8-bit codes (uint8), with one fp32 scale per :data:`QUANT_BLOCK_NUMEL`.
+
+    ``exp_avg`` has signed codes, ``exp_avg_sq`` unsigned ones (see :meth:`Kernels.quantize`).
+    """
+
+    exp_avg: Tensor
+    exp_avg_scale: Tensor
+    exp_avg_sq: Tensor
+    exp_avg_sq_scale: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class AdamWStep:
     """The scalars of one update by Adam or AdamW (Loshchilov and Hutter, algorithm 2), frozen.
@@ -159,6 +181,40 @@ class Kernels(Protocol):
 
         fp32 is bit-equal to the vector path of ``torch.optim.SGD(fused=True)``, as for
         :meth:`adamw_fp32`.
+        """
+
+    def adamw_8bit(
+        self,
+        hyper: AdamWStep,
+        param: Tensor,
+        master: Tensor | None,
+        moments: Moments8bit,
+        grad: Tensor,
+    ) -> None:
+        """One AdamW or Adam update of a parameter in any form, with moments in 8-bit codes.
+
+        ``param``, ``master`` and ``grad`` as for :meth:`sgd`. The moments are dequantized, updated
+        as by :meth:`adamw_fp32`, used for the parameter, and then quantized, block by block. A slice
+        has to begin at a block. A moment that is not finite makes both its block's moments and, in
+        the next update, the block's parameters NaN.
+        """
+
+    def quantize(self, values: Tensor, codes: Tensor, scales: Tensor, *, signed: bool) -> None:
+        """fp32 ``values`` to 8-bit ``codes`` (uint8) and one fp32 scale per block.
+
+        ``scales`` has :func:`num_quant_blocks` elements: the largest magnitude of each block. Codes
+        are small floats relative to it, rounded to nearest even: sign, 4 bits of exponent, 3 of
+        mantissa, or 5 and 3 without a sign. The relative error is at most 2^-4 down to 2^-15 of the
+        scale (2^-31 unsigned), below that the error is at most 2^-18 (2^-34) of the scale. Zero is
+        exact and so is the largest magnitude; a positive value of an unsigned block never becomes
+        zero. A block with a NaN, an infinity, or, unsigned, a negative value gets the scale NaN and
+        codes 0. Magnitudes below 2^-92 count as if the scale were 2^-92, if they do not vanish.
+        """
+
+    def dequantize(self, codes: Tensor, scales: Tensor, out: Tensor, *, signed: bool) -> None:
+        """The values of ``codes`` in fp32; quantizing them again gives the same codes and scales.
+
+        All values of a block with the scale NaN are NaN.
         """
 
     def split_master(self, master: Tensor, hi: Tensor, lo: Tensor) -> None:

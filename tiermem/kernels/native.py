@@ -12,7 +12,14 @@ import torch
 
 from tiermem._native import ffi, lib
 from tiermem.errors import StateError
-from tiermem.kernels.base import AdamWStep, SGDStep, require_momentum, require_parts
+from tiermem.kernels.base import (
+    AdamWStep,
+    Moments8bit,
+    SGDStep,
+    num_quant_blocks,
+    require_momentum,
+    require_parts,
+)
 from tiermem.kernels.weights import PLAIN, SPLIT, WHOLE, WeightForm, form_of
 
 if TYPE_CHECKING:
@@ -34,6 +41,7 @@ _POINTERS: dict[torch.dtype, Any] = {
     torch.bfloat16: ffi.typeof("uint16_t *"),
     torch.float16: ffi.typeof("uint16_t *"),
     torch.int16: ffi.typeof("int16_t *"),
+    torch.uint8: ffi.typeof("uint8_t *"),
 }
 _MASTER_FORMS: dict[str, int] = {
     PLAIN.name: lib.TM_MASTER_NONE,
@@ -118,6 +126,39 @@ class NativeKernels:
         pool = self._open_pool()
         error = lib.tm_sgd_update(pool, self._isa, _sgd_scalars(hyper), numel, weights, buffer)
         _check(error, "sgd")
+
+    def adamw_8bit(
+        self,
+        hyper: AdamWStep,
+        param: Tensor,
+        master: Tensor | None,
+        moments: Moments8bit,
+        grad: Tensor,
+    ) -> None:
+        numel = param.numel()
+        weights = _weights(form_of(master), ("param", param), ("master", master), grad)
+        pointers = (
+            *_codes("exp_avg", moments.exp_avg, moments.exp_avg_scale, numel),
+            *_codes("exp_avg_sq", moments.exp_avg_sq, moments.exp_avg_sq_scale, numel),
+        )
+        pool, scalars = self._open_pool(), _adamw_scalars(hyper)
+        codes = ffi.new("tm_moments_8bit *", pointers)
+        error = lib.tm_adamw_8bit_update(pool, self._isa, scalars, numel, weights, codes)
+        _check(error, "adamw_8bit")
+
+    def quantize(self, values: Tensor, codes: Tensor, scales: Tensor, *, signed: bool) -> None:
+        numel = values.numel()
+        source = _pointer("values", values, numel, torch.float32)
+        pointers = _codes("codes", codes, scales, numel)
+        pool = self._open_pool()
+        _check(lib.tm_quantize(pool, self._isa, numel, signed, source, *pointers), "quantize")
+
+    def dequantize(self, codes: Tensor, scales: Tensor, out: Tensor, *, signed: bool) -> None:
+        numel = out.numel()
+        pointers = _codes("codes", codes, scales, numel)
+        to = _pointer("out", out, numel, torch.float32)
+        pool = self._open_pool()
+        _check(lib.tm_dequantize(pool, self._isa, numel, signed, *pointers, to), "dequantize")
 
     def split_master(self, master: Tensor, hi: Tensor, lo: Tensor) -> None:
         numel = master.numel()
@@ -243,6 +284,15 @@ def _weights(
     to_grad = _pointer("grad", grad, numel, *form.grads)
     numbers = (_FLOATS[param[1].dtype], _MASTER_FORMS[form.name], _FLOATS[grad.dtype])
     return ffi.new("tm_weights *", (to_param, to_master, to_grad, *numbers))
+
+
+def _codes(name: str, codes: Tensor, scales: Tensor, numel: int) -> tuple[Any, Any]:
+    """8-bit codes and their scales."""
+    num_blocks = num_quant_blocks(numel)
+    return (
+        _pointer(name, codes, numel, torch.uint8),
+        _pointer(f"scale of {name}", scales, num_blocks, torch.float32),
+    )
 
 
 def _pointer(name: str, tensor: Tensor, numel: int, *dtypes: torch.dtype) -> Any:

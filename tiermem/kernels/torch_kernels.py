@@ -2,7 +2,7 @@
 
 Bit-equal to the native kernels on every device with IEEE fp32 and fp64 (payloads of NaNs in fp32
 excepted); many times slower, since torch has no operation that fuses a multiply and an add with
-one rounding on all devices (see :func:`_fma`).
+one rounding on all devices (see :func:`tiermem.kernels.torch_updates.fma`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from tiermem.errors import StateError
+from tiermem.kernels import torch_codes
 from tiermem.kernels.base import (
     NORM_BLOCK_NUMEL,
     NORM_LANES,
+    QUANT_BLOCK_NUMEL,
     AdamWStep,
+    Moments8bit,
     SGDStep,
+    num_quant_blocks,
     require_momentum,
     require_parts,
 )
+from tiermem.kernels.torch_updates import adamw, sgd
 from tiermem.kernels.weights import FLOATS, PLAIN, SPLIT, WHOLE, WeightForm, form_of
 
 if TYPE_CHECKING:
@@ -116,7 +121,7 @@ class TorchKernels:
         with torch.no_grad():
             for part in _chunks(weights.numel):
                 value, grad = weights.load(part)
-                weights.store(part, _adamw(hyper, value, exp_avg[part], exp_avg_sq[part], grad))
+                weights.store(part, adamw(hyper, value, exp_avg[part], exp_avg_sq[part], grad))
 
     def sgd(
         self,
@@ -134,7 +139,45 @@ class TorchKernels:
             for part in _chunks(weights.numel):
                 buffer = None if momentum is None else momentum[part]
                 value, gradient = weights.load(part)
-                weights.store(part, _sgd(hyper, value, buffer, gradient))
+                weights.store(part, sgd(hyper, value, buffer, gradient))
+
+    def adamw_8bit(
+        self,
+        hyper: AdamWStep,
+        param: Tensor,
+        master: Tensor | None,
+        moments: Moments8bit,
+        grad: Tensor,
+    ) -> None:
+        weights = self._weights(form_of(master), ("param", param), ("master", master), grad)
+        averages = (moments.exp_avg, moments.exp_avg_scale)
+        squares = (moments.exp_avg_sq, moments.exp_avg_sq_scale)
+        _require_codes("exp_avg", *averages, weights.numel)
+        _require_codes("exp_avg_sq", *squares, weights.numel)
+        with torch.no_grad():
+            for part in _chunks(weights.numel):
+                exp_avg = _load_codes(*averages, part, signed=True)
+                exp_avg_sq = _load_codes(*squares, part, signed=False)
+                value, gradient = weights.load(part)
+                weights.store(part, adamw(hyper, value, exp_avg, exp_avg_sq, gradient))
+                _store_codes(exp_avg, *averages, part, signed=True)
+                _store_codes(exp_avg_sq, *squares, part, signed=False)
+
+    def quantize(self, values: Tensor, codes: Tensor, scales: Tensor, *, signed: bool) -> None:
+        numel = self._begin("values", values)
+        _require("values", values, numel, torch.float32)
+        _require_codes("codes", codes, scales, numel)
+        with torch.no_grad():
+            for part in _chunks(numel):
+                _store_codes(values[part], codes, scales, part, signed=signed)
+
+    def dequantize(self, codes: Tensor, scales: Tensor, out: Tensor, *, signed: bool) -> None:
+        numel = self._begin("out", out)
+        _require_codes("codes", codes, scales, numel)
+        _require("out", out, numel, torch.float32)
+        with torch.no_grad():
+            for part in _chunks(numel):
+                out[part] = _load_codes(codes, scales, part, signed=signed)
 
     def split_master(self, master: Tensor, hi: Tensor, lo: Tensor) -> None:
         numel = self._begin("master", master)
@@ -237,76 +280,26 @@ def _require(name: str, tensor: Tensor, numel: int, *dtypes: torch.dtype) -> Non
         )
 
 
+def _require_codes(name: str, codes: Tensor, scales: Tensor, numel: int) -> None:
+    _require(name, codes, numel, torch.uint8)
+    _require(f"scale of {name}", scales, num_quant_blocks(numel), torch.float32)
+
+
+def _load_codes(codes: Tensor, scales: Tensor, part: slice, *, signed: bool) -> Tensor:
+    return torch_codes.dequantize(codes[part], scales[_blocks_of(part)], signed=signed)
+
+
+def _store_codes(values: Tensor, codes: Tensor, scales: Tensor, part: slice, *, signed: bool) -> None:
+    codes[part], scales[_blocks_of(part)] = torch_codes.quantize(values, signed=signed)
+
+
+def _blocks_of(part: slice) -> slice:
+    """The blocks of a chunk; chunks begin and end at blocks, but for the end of the array."""
+    return slice(part.start // QUANT_BLOCK_NUMEL, num_quant_blocks(part.stop))
+
+
 def _chunks(numel: int) -> Iterator[slice]:
     return (slice(begin, begin + _CHUNK_NUMEL) for begin in range(0, numel, _CHUNK_NUMEL))
-
-
-def _adamw(
-    hyper: AdamWStep, param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor
-) -> Tensor:
-    """The updated fp32 parameter; the moments are updated in place.
-
-    The sequence of operations is that of the native kernel (``native/src/kernels_adamw.c``). A
-    scalar is rounded to fp32 before it meets a tensor, as a tensor: torch is free to use a Python
-    number in double.
-    """
-
-    def fp32(value: float) -> Tensor:
-        return torch.tensor(value, dtype=torch.float32, device=param.device)
-
-    grad = grad * fp32(hyper.grad_scale)
-    if hyper.weight_decay != 0.0 and hyper.decoupled:
-        param = param * fp32(hyper.decay)
-    elif hyper.weight_decay != 0.0:
-        grad = _fma(param, fp32(hyper.weight_decay), grad)
-    weight = fp32(1 - hyper.beta1)
-    from_grad = not bool(weight.abs() < 0.5)
-    coefficient = weight - 1 if from_grad else weight
-    exp_avg.copy_(_fma(coefficient, grad - exp_avg, grad if from_grad else exp_avg))
-    exp_avg_sq.copy_(_fma(fp32(1 - hyper.beta2) * grad, grad, exp_avg_sq * fp32(hyper.beta2)))
-    # A square root in double, rounded again, is the correctly rounded one (53 >= 2 * 24 + 2 bits);
-    # torch's own for fp32 may come from a vector library that promises less.
-    root = exp_avg_sq.double().sqrt().float()
-    denominator = root / fp32(hyper.bias_correction2_sqrt) + fp32(hyper.eps)
-    return param + exp_avg * fp32(-hyper.step_size) / denominator
-
-
-def _sgd(hyper: SGDStep, param: Tensor, momentum: Tensor | None, grad: Tensor) -> Tensor:
-    """The updated fp32 parameter; the momentum buffer is updated in place. See :func:`_adamw`."""
-
-    def fp32(value: float) -> Tensor:
-        return torch.tensor(value, dtype=torch.float32, device=param.device)
-
-    grad = grad * fp32(hyper.grad_scale)
-    if hyper.weight_decay != 0.0:
-        grad = _fma(param, fp32(hyper.weight_decay), grad)
-    if momentum is not None:
-        if hyper.first:
-            momentum.copy_(grad)
-        else:
-            damped = momentum * fp32(hyper.momentum)
-            momentum.copy_(_fma(fp32(1 - hyper.dampening), grad, damped))
-        grad = _fma(momentum, fp32(hyper.momentum), grad) if hyper.nesterov else momentum
-    return _fma(grad, fp32(-hyper.lr), param)
-
-
-def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """``a * b + c`` of fp32 tensors rounded once.
-
-    The product is exact in fp64. Their sum is rounded to odd there, and a value rounded to odd with
-    at least two bits to spare rounds to fp32 as the exact one does (Boldo and Melquiond, "Emulation
-    of a FMA and correctly rounded sums: proved algorithms using rounding to odd").
-    """
-    product, addend = a.double() * b.double(), c.double()
-    total = product + addend
-    # Knuth's two-sum: total + error is the exact sum. The error is NaN where the total is not finite.
-    virtual = total - product
-    error = (product - (total - virtual)) + (addend - virtual)
-    bits = total.view(torch.int64)
-    inexact_even = ((error > 0) | (error < 0)) & (bits & 1 == 0)
-    outward = (error > 0) == (total > 0)
-    bits += inexact_even * torch.where(outward, 1, -1)
-    return total.float()
 
 
 def _store(value: Tensor, out: Tensor) -> None:
