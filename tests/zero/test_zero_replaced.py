@@ -90,6 +90,18 @@ def sharded_too(path: str, stage: int, change: str) -> None:
             twins.check()
 
 
+def optimizer_made_afterwards(path: str, stage: int) -> None:
+    """It is given a parameter that is not sharded, and says so."""
+    twins = make_twins(Plain, path, **{**changes_of(stage), "device_memory": "4MiB"})
+    with twins.runtime as runtime:
+        model = tiermem.shard(Plain(), runtime)
+        enlarge_embedding(model)
+        with pytest.raises(StateError, match=rf"\({MORE}, {WIDTH}\).*is sharded by itself first"):
+            tiermem.optim.AdamW(model.parameters())
+        tiermem.shard(model.embedding, runtime)
+        tiermem.optim.AdamW(model.parameters())
+
+
 def frozen(path: str, stage: int) -> None:
     """What is not to be trained may be put anywhere."""
     twins = make_twins(Plain, path, **changes_of(stage))
@@ -132,7 +144,7 @@ CASES: Cases = {
     },
     **{
         f"{act.__name__}, stage {stage}": functools.partial(act, stage=stage)
-        for act in (frozen, dropped)
+        for act in (optimizer_made_afterwards, frozen, dropped)
         for stage in (3, 2)
     },
 }

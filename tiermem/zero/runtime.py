@@ -393,7 +393,8 @@ class Runtime:
                     return candidate
         raise StateError(
             f"a tensor of shape {tuple(param.shape)} is not a parameter of this runtime. Remedy: "
-            f"pass what model.parameters() gives after tiermem.shard(model, runtime)"
+            f"pass what model.parameters() gives after tiermem.shard(model, runtime); a module that "
+            f"was put into the model later is sharded by itself first, tiermem.shard(module, runtime)"
         )
 
 
