@@ -34,9 +34,12 @@ class Adapted(nn.Module):
         self.lora_b = nn.Linear(RANK, base.out_features, bias=False, dtype=dtype)
         nn.init.normal_(self.lora_b.weight, std=0.02)
         self.scale = 2.0
+        self.enabled = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         whole = self.base(x)
+        if not self.enabled:
+            return whole
         low = self.lora_b(self.lora_a(self.dropout(x.to(self.lora_a.weight.dtype))))
         return whole + (low * self.scale).to(whole.dtype)
 
@@ -125,6 +128,41 @@ def check_states(twins: RankTwins, dtype: str) -> None:
     assert each * mine <= total <= each * padded + 3 * len(trained) * ALIGNMENT
 
 
+def own_reference(path: str, stage: int) -> None:
+    """The model without its adapters is what the one with them is held to."""
+    build: Any = functools.partial(Lora, torch.float32)
+    twins = make_twins(build, path, Structure(build), **changes_of(stage))
+
+    def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        now = loss_in_fp32(model, tokens)
+        adapted = [module for module in model.modules() if isinstance(module, Adapted)]
+        for module in adapted:
+            module.enabled = False
+        with torch.no_grad():
+            fixed = loss_in_fp32(model, tokens)
+        for module in adapted:
+            module.enabled = True
+        return now + (now - fixed).square()
+
+    with twins.runtime:
+        for step in range(3):
+            twins.step(step, loss)
+        twins.check()
+
+
+def thawed(path: str, stage: int, dtype: str) -> None:
+    """More and more of the base is trained too, with masters from then on."""
+    build: Any = functools.partial(Lora, DTYPES[dtype])
+    twins = make_twins(build, path, Structure(build, loss_in_fp32), **changes_of(stage))
+    with twins.runtime:
+        twins.step(0)
+        for step, part in enumerate(("blocks.0", "blocks.1.up", ""), start=1):
+            for model, _ in twins.both:
+                model.get_submodule(part).requires_grad_(True)
+            twins.step(step)
+        twins.check()
+
+
 CASES: Cases = {
     **{
         f"stage {stage}, {placement}, {dtype}": functools.partial(
@@ -138,12 +176,22 @@ CASES: Cases = {
     "stage 3, nvme, bf16, in backward": functools.partial(
         train, stage=3, placement="nvme", dtype="bf16", update="backward"
     ),
+    **{
+        f"stage {stage}, its own reference": functools.partial(own_reference, stage=stage)
+        for stage in (3, 2)
+    },
+    **{
+        f"stage {stage}, {dtype}, thawed": functools.partial(thawed, stage=stage, dtype=dtype)
+        for stage, dtype in itertools.product((3, 2), DTYPES)
+    },
 }
 IN_SHORT = (
     "stage 3, nvme, fp32",
     "stage 3, nvme, bf16",
     "stage 2, host, bf16",
     "stage 3, nvme, fp32, checkpointed",
+    "stage 3, its own reference",
+    "stage 3, bf16, thawed",
 )
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from zero_models import Plain, Structure
+from torch.nn import functional
+from zero_models import Block, Plain, Structure, loss_of
 from zero_ranks import CaseRunner, Cases, at_sizes, changes_of, make_twins
 
 
@@ -107,6 +108,43 @@ class Silent(Plain):
         return self.head(x)
 
 
+class InParts(Block):
+    """A forward that is a generator: its body runs after the call."""
+
+    def forward(self, x: torch.Tensor) -> Iterator[torch.Tensor]:  # type: ignore[override]
+        y = self.norm(x)
+        yield y
+        yield x + self.down(functional.gelu(self.up(y)))
+
+
+class Streaming(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(InParts() for _ in range(4))
+
+    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            *_, x = block(x)
+        return x
+
+
+class WithWeights(Plain):
+    """Gives weights, and views of them, beside what it computes."""
+
+    def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {
+            "logits": super().forward(tokens),
+            "head": self.head.weight,
+            "row": self.embedding.weight[3],
+            "turned": self.blocks[1].up.weight.t(),
+        }
+
+
+def loss_of_weights(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return torch.stack([value.square().mean() for value in model(tokens).values()]).sum()
+
+
 def loss_of_given(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     given = model.make(torch.full((*tokens.shape, 64), 0.5))  # type: ignore[operator]
     return model.read(model(tokens, given=given)).square().mean()  # type: ignore[operator]
@@ -121,10 +159,12 @@ def outputs(path: str, kind: str, stage: int, mode: str) -> None:
         twins.check()
 
 
-def silent(path: str, stage: int) -> None:
-    twins = make_twins(Silent, path, **changes_of(stage))
+def other(path: str, build: type[nn.Module], loss: Any, stage: int, mode: str = "deferred") -> None:
+    # What a caller keeps of weights keeps their memory.
+    options = {**changes_of(stage), "device_memory": "1MiB"}
+    twins = make_twins(build, path, Structure(build, loss), update=mode, **options)
     with twins.runtime:
-        twins.steps(2)
+        twins.steps(3)
         twins.check()
 
 
@@ -134,9 +174,19 @@ CASES: Cases = {
         for kind in KINDS
         for stage, mode in ((3, "deferred"), (3, "backward"), (2, "deferred"))
     },
-    **{f"nothing, stage {stage}": functools.partial(silent, stage=stage) for stage in (3, 2)},
+    **{
+        f"{name}, {mode}, stage {stage}": functools.partial(
+            other, build=build, loss=loss, stage=stage, mode=mode
+        )
+        for name, build, loss in (
+            ("nothing", Silent, loss_of),
+            ("streaming", Streaming, loss_of),
+            ("weights", WithWeights, loss_of_weights),
+        )
+        for stage, mode in ((3, "deferred"), (3, "backward"), (2, "deferred"))
+    },
 }
-IN_SHORT = ("nested", "model output", "nothing", "opaque")
+IN_SHORT = ("nested", "model output", "nothing", "streaming", "weights")
 
 
 def in_short(name: str) -> bool:

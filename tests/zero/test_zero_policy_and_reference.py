@@ -24,7 +24,7 @@ from zero_ranks import (
     twins_on,
     world_size,
 )
-from zero_twins import settings
+from zero_twins import different, settings
 from zero_written import Written, groups_of
 
 import tiermem
@@ -102,6 +102,18 @@ def in_turn(number: int) -> int:
     return (3, 1, 5)[number % 3]
 
 
+def follow_by_loading(reference: nn.Module, policy: nn.Module) -> None:
+    reference.load_state_dict(policy.state_dict())
+
+
+@torch.no_grad()
+def follow_slowly(reference: nn.Module, policy: nn.Module) -> None:
+    """A moving average, one parameter after another."""
+    for old, new in zip(reference.parameters(), policy.parameters(), strict=True):
+        with tiermem.gathered([old, new]):
+            old.mul_(0.9).add_(new, alpha=0.1)
+
+
 def by_rank(number: int) -> int:
     return 1 + (number + my_rank()) % 3
 
@@ -177,6 +189,22 @@ def check_only_read(both: Both) -> None:
         assert 0 < read <= weights
 
 
+def follow(path: str, stage: int, how: Callable[[nn.Module, nn.Module], None]) -> None:
+    """The reference takes values of the policy after every step."""
+    options = placed("nvme", stage)
+    if stage == 3:
+        options["device_memory"] = "320KiB"  # a unit of each model at once
+    both = open_both(path, in_turn, **options)
+    with both.twins.runtime:
+        for number in range(STEPS):
+            both.step(number)
+            for policy, _, reference in both.pairs:
+                how(reference, policy)
+        both.twins.check()
+        assert different(both.plain_reference, both.reference) == []
+        assert not any(region.states for g in groups_of(both.reference) for region in g.regions)
+
+
 def other_lengths(path: str) -> None:
     """At stage 3 a forward needs all ranks: another number of tokens on one is said in seconds."""
     both = open_both(path, by_rank, **placed("host", 3))
@@ -199,10 +227,23 @@ CASES: Cases = {
         train, stage=2, placement="host", lengths=by_rank
     ),
     "stage 3, host, lengths by rank": other_lengths,
+    **{
+        f"stage {stage}, {how.__name__}": functools.partial(follow, stage=stage, how=how)
+        for stage, how in itertools.product((3, 2), (follow_by_loading, follow_slowly))
+    },
 }
 
 
-@pytest.mark.parametrize(("name", "size"), at_sizes(CASES))
+IN_SHORT = (
+    "stage 3, nvme",
+    "stage 2, host",
+    "stage 3, host, lengths by rank",
+    "stage 3, follow_by_loading",
+    "stage 3, follow_slowly",
+)
+
+
+@pytest.mark.parametrize(("name", "size"), at_sizes(CASES, IN_SHORT.__contains__))
 def test_policy_and_reference(case_runner: CaseRunner, name: str, size: int) -> None:
     case_runner.check(CASES, name, size)
 
