@@ -202,3 +202,19 @@ def test_a_failing_block_closes_and_raises() -> None:
         raise ZeroDivisionError
     with pytest.raises(StateError, match="closed"):
         engine(batch(0))
+
+
+def test_leaf_modules_of_the_configuration_are_gathered_whole() -> None:
+    def units(**leaves: Any) -> set[str]:
+        torch.manual_seed(0)
+        experts = [nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(2)]
+        model = nn.Sequential(nn.Linear(64, 64), nn.Sequential(*experts))
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "leaf_module": leaves}
+        with engine_of(config(zero_optimization=zero), model) as engine:
+            micro_step(engine, 0)
+            return {group.name for group in engine.runtime.groups}
+
+    assert units(names=["1"]) == {"0", "1"}
+    assert units(name_suffixes=["1.0", "1.1"]) == {"0", "1.0", "1.1"}
+    with pytest.raises(ConfigError, match="'experts' is no name"):
+        units(names=["experts"])

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from tiermem.config import DeepSpeedConfig
 from tiermem.engine.parameters import Replacement
 from tiermem.errors import ConfigError
-from tiermem.optim import SGD, Adam, AdamW, Tiered, TieredOptimizer, convert
+from tiermem.optim import SGD, Adam, Adam8bit, AdamW, AdamW8bit, Tiered, TieredOptimizer, convert
 from tiermem.optim.convert import states_for
 from tiermem.zero.rule import StatePlan, adamw_states
 from tiermem.zero.runtime import Runtime
@@ -21,6 +21,8 @@ Given = Optimizer | Callable[[list[Any]], Optimizer] | None
 _NATIVE: Mapping[str, type[AdamW] | type[SGD]] = {
     "AdamW": AdamW,
     "Adam": Adam,
+    "AdamW8bit": AdamW8bit,
+    "Adam8bit": Adam8bit,
     "SGD": SGD,
 }
 

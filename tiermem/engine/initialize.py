@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from tiermem.config import DeepSpeedConfig, read_deepspeed
+from tiermem.config import DeepSpeedConfig, LeafModules, read_deepspeed
 from tiermem.engine.building import make_optimizer, plan_states
 from tiermem.engine.engine import Engine
 from tiermem.engine.loader import EpochLoader
@@ -25,6 +25,7 @@ from tiermem.engine.schedules import make_schedule
 from tiermem.engine.settings import Settings, settings_of
 from tiermem.errors import ConfigError, StateError
 from tiermem.optim import TieredOptimizer
+from tiermem.zero.leaf_modules import set_z3_leaf_module, set_z3_leaf_modules
 from tiermem.zero.runtime import Runtime
 from tiermem.zero.shard import shard
 
@@ -134,6 +135,8 @@ class _Job:
     def shard(self, runtime: Runtime, mesh: DeviceMesh | None, wrap: Any) -> None:
         """Shards the model. What the user gave refers to its parameters: no reason for a warning."""
         states = plan_states(self.given, self.config)
+        if self.config.leaf_modules is not None:
+            _mark_leaves(self.model, self.config.leaf_modules)
         with warnings.catch_warnings():
             if self.given is not None or self.parameters is not None:
                 warnings.filterwarnings("ignore", message="parameters collected before")
@@ -188,6 +191,26 @@ def _precision(model: nn.Module) -> str | None:
     """What the model's parameters are, if all are alike."""
     dtypes = {p.dtype for p in model.parameters() if p.dtype.is_floating_point}
     return _PRECISIONS.get(dtypes.pop()) if len(dtypes) == 1 else None
+
+
+def _mark_leaves(model: nn.Module, leaves: LeafModules) -> None:
+    """The modules that the block ``leaf_module`` names are gathered whole. Raises `ConfigError` for
+    what names none."""
+    set_z3_leaf_modules(model, leaves.classes)
+    for which in (*leaves.names, *leaves.name_suffixes):
+        whole = which in leaves.names
+        found = [
+            module
+            for name, module in model.named_modules()
+            if name == which or (name.endswith(which) and not whole)
+        ]
+        if not found:
+            raise ConfigError(
+                f"zero_optimization.leaf_module: {which!r} is no name, or end of a name, of any module "
+                f"in this {type(model).__name__}"
+            )
+        for module in found:
+            set_z3_leaf_module(module, True)
 
 
 def _schedule(given: Any, config: DeepSpeedConfig, optimizer: TieredOptimizer | None) -> Any:
