@@ -3,6 +3,7 @@ at every stage and precision, and the next step uses what was set: as plain torc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -308,3 +309,42 @@ def test_what_cannot_be_is_refused(tmp_path: Any) -> None:
         tiermem.optim.AdamW(model.parameters())
         with pytest.raises(StateError, match="update: 'backward' has used it"):
             safe_set_full_grad(model[0].bias, torch.zeros(96))
+
+
+MAKERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "SGD": ("momentum_buffer", lambda p: tiermem.optim.SGD(p, lr=0.1, momentum=0.9)),
+    "AdamW8bit": ("exp_avg_sq", lambda p: tiermem.optim.AdamW8bit(p, lr=0.1)),
+    "Tiered": ("sum", lambda p: tiermem.optim.Tiered(torch.optim.Adagrad, p, lr=0.1)),
+}
+
+
+def states_of_others(rank: int, size: int, kind: str) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    key, make = MAKERS[kind]
+    with tiermem.Runtime({"device": "cpu", "host_memory": "16MiB", "pin_memory": False}) as runtime:
+        model = tiermem.shard(nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 32)), runtime)
+        optimizer = make(model.parameters())
+        for step in range(2):
+            for param in model.parameters():
+                value = torch.full(param.shape, 0.5 + step)  # the largest of a block is kept exactly
+                if step == 0:
+                    tiermem.safe_set_full_optimizer_state(param, value, key)
+                else:
+                    local = tiermem.safe_get_local_optimizer_state(param, key)
+                    assert local is not None
+                    part = torch.full(local.shape, 0.5 + step)
+                    tiermem.safe_set_local_optimizer_state(param, part, key)
+                found = tiermem.safe_get_full_optimizer_state(param, key)
+                assert found is not None
+                assert torch.equal(found, value)
+        before = [tiermem.full_param(p) for p in model.parameters()]
+        model(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+        assert not all(map(torch.equal, before, [tiermem.full_param(p) for p in model.parameters()]))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("kind", MAKERS)
+def test_states_of_every_optimizer(kind: str, size: int) -> None:
+    run_ranks(states_of_others, size, kind)

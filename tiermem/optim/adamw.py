@@ -10,11 +10,11 @@ from torch.optim.optimizer import ParamsT
 
 from tiermem.config import TierConfig
 from tiermem.kernels import AdamWStep
-from tiermem.optim.base import OptimizerRule, TieredOptimizer
+from tiermem.optim.base import TieredOptimizer
 from tiermem.optim.options import check_adam_options
 from tiermem.optim.rules import AdamWRule
 from tiermem.zero.param import ShardedParam
-from tiermem.zero.rule import StatePlan, adamw_states
+from tiermem.zero.rule import StatePlan, UpdateRule, adamw_states
 from tiermem.zero.runtime import Runtime
 
 
@@ -56,7 +56,7 @@ class AdamW(TieredOptimizer):
         del options
         return adamw_states
 
-    def _make_rule(self, config: TierConfig) -> OptimizerRule:
+    def _make_rule(self, config: TierConfig) -> UpdateRule:
         return AdamWRule(config)
 
     def _check_options(self, options: Mapping[str, Any]) -> None:

@@ -12,14 +12,13 @@ from tiermem.config import TierConfig
 from tiermem.kernels import Kernels, Moments8bit
 from tiermem.kernels.base import QUANT_BLOCK_NUMEL
 from tiermem.optim.adamw import AdamW
-from tiermem.optim.base import OptimizerRule
 from tiermem.optim.rules import master_of
-from tiermem.optim.views import StateView, memory_order
 from tiermem.types import Field
 from tiermem.zero.group import Region
 from tiermem.zero.param import ShardedParam
-from tiermem.zero.rule import StatePlan, StateSpec, master_states
+from tiermem.zero.rule import StatePlan, StateSpec, UpdateRule, master_states
 from tiermem.zero.runtime import Runtime
+from tiermem.zero.state_views import StateView, memory_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +112,7 @@ class AdamW8bit(AdamW):
         del options
         return adamw_8bit_states
 
-    def _make_rule(self, config: TierConfig) -> OptimizerRule:
+    def _make_rule(self, config: TierConfig) -> UpdateRule:
         return AdamW8bitRule(config)
 
 

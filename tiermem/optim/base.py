@@ -6,7 +6,7 @@ import functools
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -17,7 +17,6 @@ from tiermem.optim.control import StepControl
 from tiermem.optim.options import OptionIndex
 from tiermem.optim.saving import load_state, pack_state
 from tiermem.optim.state import LazyState, LazyStates
-from tiermem.optim.views import StateView
 from tiermem.zero import compat
 from tiermem.zero.access import full_master, set_full_master
 from tiermem.zero.attach import attach_optimizer
@@ -28,17 +27,10 @@ from tiermem.zero.param import ShardedParam
 from tiermem.zero.placeholder import Placeholder
 from tiermem.zero.rule import UpdateRule
 from tiermem.zero.runtime import Runtime
+from tiermem.zero.state_views import StateView
 from tiermem.zero.update import PendingUpdate
 
 _UPDATED = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class OptimizerRule(UpdateRule, Protocol):
-    """The arithmetic of an optimizer, and what of its states users see."""
-
-    @property
-    def views(self) -> tuple[StateView, ...]:
-        """Under each key of ``optimizer.state[param]`` but ``step`` and ``master``."""
 
 
 class TieredOptimizer(torch.optim.Optimizer, ABC):
@@ -53,7 +45,7 @@ class TieredOptimizer(torch.optim.Optimizer, ABC):
     def __init__(
         self, params: ParamsT, defaults: dict[str, Any], *, runtime: Runtime | None = None
     ) -> None:
-        self._rule: OptimizerRule | None = None
+        self._rule: UpdateRule | None = None
         self._runtime = runtime
         self._handles: dict[int, ShardedParam] = {}
         self._options = OptionIndex(self._handle_of)
@@ -68,7 +60,7 @@ class TieredOptimizer(torch.optim.Optimizer, ABC):
     # ---- what each optimizer says of itself
 
     @abstractmethod
-    def _make_rule(self, config: TierConfig) -> OptimizerRule:
+    def _make_rule(self, config: TierConfig) -> UpdateRule:
         """Its arithmetic and states; called once, when the first parameters come."""
 
     @abstractmethod
@@ -192,7 +184,7 @@ class TieredOptimizer(torch.optim.Optimizer, ABC):
         runtime.gather.prefetch(next_pass=True)
 
     @property
-    def rule(self) -> OptimizerRule:
+    def rule(self) -> UpdateRule:
         """See `tiermem.zero.updates.OptimizerLink`."""
         if self._rule is None:
             self._rule = self._make_rule(self.runtime.config)

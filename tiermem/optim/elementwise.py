@@ -14,13 +14,13 @@ from tiermem.errors import ConfigError
 from tiermem.kernels import Kernels
 from tiermem.optim.base import TieredOptimizer
 from tiermem.optim.probe import Probe, probe
-from tiermem.optim.views import PlainView, StateView
 from tiermem.optim.wrapped import Frozen, WrappedOptimizer
 from tiermem.types import Field
 from tiermem.zero.masters import store_master
 from tiermem.zero.param import ShardedParam
 from tiermem.zero.rule import StatePlan, StateSpec, master_states
 from tiermem.zero.runtime import Runtime
+from tiermem.zero.state_views import PlainView, StateView
 
 CHUNK_NUMEL = 1 << 18
 """Elements that the wrapped optimizer sees at a time: its temporaries, which no budget knows, stay

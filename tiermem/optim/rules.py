@@ -8,9 +8,9 @@ import torch
 
 from tiermem.config import TierConfig
 from tiermem.kernels import Kernels
-from tiermem.optim.views import PlainView, StateView
 from tiermem.types import Field
 from tiermem.zero.rule import StateSpec, adamw_states, master_states
+from tiermem.zero.state_views import PlainView, StateView
 
 
 class AdamWRule:

@@ -11,11 +11,11 @@ from torch.optim.optimizer import ParamsT
 from tiermem.config import TierConfig
 from tiermem.errors import ConfigError
 from tiermem.kernels import SGDStep
-from tiermem.optim.base import OptimizerRule, TieredOptimizer
+from tiermem.optim.base import TieredOptimizer
 from tiermem.optim.options import check_numbers
 from tiermem.optim.rules import SGDRule, sgd_states
 from tiermem.zero.param import ShardedParam
-from tiermem.zero.rule import StatePlan, master_states
+from tiermem.zero.rule import StatePlan, UpdateRule, master_states
 from tiermem.zero.runtime import Runtime
 
 
@@ -58,7 +58,7 @@ class SGD(TieredOptimizer):
         fp32 buffer."""
         return sgd_states if options.get("momentum") else master_states
 
-    def _make_rule(self, config: TierConfig) -> OptimizerRule:
+    def _make_rule(self, config: TierConfig) -> UpdateRule:
         groups = (self.defaults, *self.param_groups)
         self._keeps_momentum = any(group["momentum"] for group in groups)
         return SGDRule(config, momentum=self._keeps_momentum)

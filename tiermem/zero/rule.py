@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -20,6 +20,9 @@ from tiermem.kernels import Kernels
 from tiermem.schedule.placement import SlotShape
 from tiermem.types import ALIGNMENT, Field, round_up
 from tiermem.zero.masters import master_state
+
+if TYPE_CHECKING:
+    from tiermem.zero.state_views import StateView
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,10 @@ class StateSpec:
 
 class UpdateRule(Protocol):
     """An element-wise optimizer, applied to slices."""
+
+    @property
+    def views(self) -> tuple[StateView, ...]:
+        """What users see of the states, beside the step count and the master."""
 
     def states(self, dtype: torch.dtype) -> tuple[StateSpec, ...]:
         """The states of a region of ``dtype``, beside the parameter itself; the master among them

@@ -15,15 +15,17 @@ updates; at stage 0, and alone, it is everything. Of a `DTensor` it is a run of 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 
 from tiermem.errors import StateError
 from tiermem.zero.access import find_handle, full_grad, full_master, handle_of, set_full_master
-from tiermem.zero.group import Region, StateRecord
+from tiermem.zero.group import Region
 from tiermem.zero.group_gradient import flatten_like
 from tiermem.zero.param import ShardedParam
+from tiermem.zero.rule import UpdateRule
+from tiermem.zero.state_views import StateView
 from tiermem.zero.states import collect
 
 
@@ -31,7 +33,10 @@ class _Optimizer(Protocol):
     """What is needed here of a group's optimizer."""
 
     @property
-    def state(self) -> Mapping[torch.Tensor, Mapping[str, torch.Tensor]]: ...
+    def rule(self) -> UpdateRule: ...
+
+    @property
+    def state(self) -> Mapping[torch.Tensor, Mapping[str, Any]]: ...
 
     @property
     def loss_scale(self) -> float: ...
@@ -60,14 +65,12 @@ def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> 
         return None
     state = optimizer.state.get(param, {})
     if optim_state_key in state:
-        return state[optim_state_key].to(torch.float32)
-    region, runtime = _region_of(handle), handle.group.runtime
-    _find_state(handle, optim_state_key)
+        return torch.as_tensor(state[optim_state_key]).to(torch.float32)
+    view, runtime = _find_view(handle, optim_state_key), handle.group.runtime
     with runtime.interrupts:
         runtime.check_usable()
         runtime.gather.apply_pending([handle.group])
-        name = next(name for name in region.states if _key(name) == optim_state_key)
-        return runtime.states.read(region, name, handle).to(torch.float32)
+        return view.read(runtime, _region_of(handle), handle).to(torch.float32)
 
 
 def safe_set_full_optimizer_state(
@@ -77,8 +80,7 @@ def safe_set_full_optimizer_state(
     `safe_get_full_optimizer_state` does not know."""
     handle = handle_of(param)
     _check_shape(handle, value, optim_state_key)
-    part = handle.part_of(value.detach()).to(device="cpu", dtype=torch.float32)
-    _write_state(handle, optim_state_key, flatten_like(part, handle.spec.stride))
+    _write_state(handle, optim_state_key, value)
 
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
@@ -141,7 +143,9 @@ def safe_set_local_optimizer_state(
     param: torch.Tensor, value: torch.Tensor, optim_state_key: str
 ) -> None:
     """Sets this rank's part of a state to ``value`` (1-D); see [Note: local parts]."""
-    _write_state(handle_of(param), optim_state_key, _with_local_part(param, value))
+    handle, flat = handle_of(param), _with_local_part(param, value)
+    part = flat.as_strided(handle.spec.shape, handle.spec.stride)
+    _write_state(handle, optim_state_key, handle.wrap(part))
 
 
 def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
@@ -173,34 +177,24 @@ def _loss_scale(handle: ShardedParam) -> float:
     return 1.0 if optimizer is None else optimizer.loss_scale
 
 
-def _key(name: object) -> str:
-    return str(getattr(name, "value", name))
-
-
-def _find_state(handle: ShardedParam, key: str) -> StateRecord:
+def _find_view(handle: ShardedParam, key: str) -> StateView:
     """The state that ``key`` names. Raises `StateError`."""
-    region = _region_of(handle)
-    kept = {_key(name): state for name, state in region.states.items() if name != region.master}
-    if key not in kept:
-        known = ", ".join(kept) or "none (no optimizer, or a frozen parameter)"
+    optimizer = _optimizer_of(handle)
+    views = optimizer.rule.views if optimizer is not None and _region_of(handle).trainable else ()
+    found = next((view for view in views if view.key == key), None)
+    if found is None:
+        known = ", ".join(view.key for view in views) or "none (no optimizer, or a frozen parameter)"
         raise StateError(f"{handle.name!r} has no state {key!r}; it has: {known}")
-    if not kept[key].dtype.is_floating_point:
-        raise StateError(
-            f"the state {key!r} of {handle.name!r} is kept as {kept[key].dtype}, which cannot be set, "
-            f"or read before a step. Remedy: an optimizer whose states are floating-point"
-        )
-    return kept[key]
+    return found
 
 
-def _write_state(handle: ShardedParam, key: str, flat: torch.Tensor) -> None:
-    """Sets a state from ``flat``, in memory order, as far as this rank owns it."""
-    _find_state(handle, key)
-    region, runtime = _region_of(handle), handle.group.runtime
+def _write_state(handle: ShardedParam, key: str, value: torch.Tensor) -> None:
+    """Sets a state from ``value``, of the parameter's shape, as far as this rank owns it."""
+    view, runtime = _find_view(handle, key), handle.group.runtime
     with runtime.interrupts:
         runtime.check_usable()
         runtime.gather.apply_pending([handle.group])
-        name = next(name for name in region.states if _key(name) == key)
-        runtime.states.write(region, name, handle, flat)
+        view.write(runtime, _region_of(handle), handle, value)
 
 
 def _replace_gradient(handle: ShardedParam, part: torch.Tensor) -> None:
