@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from engine_rig import (
 from torch import nn
 
 import tiermem
+from tiermem.engine.settings import on_device
 from tiermem.errors import ConfigError, StateError
 
 
@@ -218,3 +220,23 @@ def test_leaf_modules_of_the_configuration_are_gathered_whole() -> None:
     assert units(name_suffixes=["1.0", "1.1"]) == {"0", "1.0", "1.1"}
     with pytest.raises(ConfigError, match="'experts' is no name"):
         units(names=["experts"])
+
+
+def test_states_that_would_stay_on_an_accelerator_lie_on_the_host(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tier = tiermem.TierConfig(optimizer="device")
+    assert on_device(tier, "cpu") is tier
+    with caplog.at_level(logging.WARNING, "tiermem.engine"):
+        assert on_device(tier, "cuda").optimizer == "host"
+    assert "lie in host memory all the same" in caplog.text
+    elsewhere = tiermem.TierConfig(optimizer="nvme", paths=("/x",))
+    assert on_device(elsewhere, "cuda") is elsewhere
+
+
+def test_what_the_configuration_does_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    settings = config(wall_clock_breakdown=True)
+    with caplog.at_level(logging.INFO, "tiermem.engine"), engine_of(settings):
+        pass
+    assert "wall_clock_breakdown: true has no effect here" in caplog.text
+    assert 'optimizer.type acts as "AdamW"' in caplog.text

@@ -22,11 +22,11 @@ from tiermem.engine.engine import Engine
 from tiermem.engine.loader import EpochLoader
 from tiermem.engine.parameters import Replacement
 from tiermem.engine.schedules import make_schedule
-from tiermem.engine.settings import Settings, settings_of
+from tiermem.engine.settings import Settings, on_device, settings_of
 from tiermem.errors import ConfigError, StateError
 from tiermem.optim import TieredOptimizer
 from tiermem.zero.leaf_modules import set_z3_leaf_module, set_z3_leaf_modules
-from tiermem.zero.runtime import Runtime
+from tiermem.zero.runtime import Runtime, device_of
 from tiermem.zero.shard import shard
 
 if TYPE_CHECKING:
@@ -95,12 +95,15 @@ def initialize(
     if not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
         for note in read.notes:
             logger.warning("DeepSpeed configuration: %s", note)
+        for key, value in read.effective.items():
+            logger.info("%s acts as %s", key, value)
     settings = settings_of(read, mesh)
     job = _Job(model, read, settings, optimizer, model_parameters)
     own = runtime is None
     if runtime is None:
         batch = read.batch.resolve(settings.world_size)
-        runtime = Runtime(read.tier_for(batch, model_precision=_precision(model)))
+        tier = read.tier_for(batch, model_precision=_precision(model))
+        runtime = Runtime(on_device(tier, device_of(tier).type))
     try:
         job.shard(runtime, mesh, wrap)
         made = job.optimizer(runtime)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tiermem.config import DeepSpeedConfig
+from tiermem.config import DeepSpeedConfig, TierConfig
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,19 @@ def settings_of(config: DeepSpeedConfig, mesh: DeviceMesh | None) -> Settings:
         steps_per_print=config.steps_per_print,
         precision=config.precision,
     )
+
+
+def on_device(tier: TierConfig, device_type: str) -> TierConfig:
+    """``tier`` for a device: on an accelerator optimizer states are updated on the host, so those that
+    DeepSpeed would leave on the device lie there. Says so."""
+    if device_type == "cpu" or tier.optimizer != "device":
+        return tier
+    logger.warning(
+        "offload_optimizer.device is none: optimizer states of a model on %s lie in host memory all "
+        "the same, where they are updated",
+        device_type,
+    )
+    return tier.model_copy(update={"optimizer": "host"})
 
 
 def num_ranks() -> int:

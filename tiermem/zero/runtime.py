@@ -100,7 +100,12 @@ class Runtime:
         self._closed = False
         self._failed = False  # an exception ended the block; others have been told
         self._pid = os.getpid()
-        self.device = _device(self.config)
+        self.device = device_of(self.config)
+        if self.device.type != "cpu" and self.config.optimizer == "device":
+            raise ConfigError(
+                "optimizer: 'device' is not supported on an accelerator: states are updated on the "
+                "host. Remedy: optimizer: 'host' or 'nvme'"
+            )
         threshold = self.config.malloc_mmap_threshold
         if threshold is not None and not return_blocks_from(int(threshold)):
             logger.warning("malloc_mmap_threshold has no effect: the C library is not glibc")
@@ -398,7 +403,8 @@ class Runtime:
         )
 
 
-def _device(config: TierConfig) -> torch.device:
+def device_of(config: TierConfig) -> torch.device:
+    """Where a runtime with ``config`` computes. Raises `ConfigError` for a device that is not there."""
     if config.device == "auto":
         found = torch.accelerator.current_accelerator(check_available=True)
         return torch.device("cpu") if found is None else torch.device(found.type)
@@ -410,9 +416,4 @@ def _device(config: TierConfig) -> torch.device:
         found = torch.accelerator.current_accelerator(check_available=True)
         if found is None or found.type != device.type:
             raise ConfigError(f"device: {config.device!r} is not available here; use 'cpu' or 'auto'")
-        if config.optimizer == "device":
-            raise ConfigError(
-                "optimizer: 'device' is not supported on an accelerator: states are updated on the "
-                "host. Remedy: optimizer: 'host' or 'nvme'"
-            )
     return device
