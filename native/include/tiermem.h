@@ -173,7 +173,7 @@ typedef struct {
 int tm_sgd_update(tm_pool *pool, uint32_t isa, const tm_sgd *hyper, size_t n,
                   const tm_weights *weights, float *momentum);
 /* Values in 8-bit codes: blocks of TM_QUANT_BLOCK elements from the start of the array, the last
- * shorter, with one scale each, their largest magnitude. The format is in kernels_codes.h. */
+ * shorter, with one scale each, their largest magnitude. The format is in kernels_codes.c. */
 enum { TM_QUANT_BLOCK = 256 };
 int tm_quantize(tm_pool *pool, uint32_t isa, size_t n, uint32_t is_signed, const float *values,
                 uint8_t *codes, float *scales);

@@ -1,6 +1,6 @@
 """8-bit codes of blocks of values by torch operations.
 
-The format, and what it promises, is in ``native/src/kernels_codes.h`` ([Note: 8-bit codes]); the
+The format, and what it promises, is in ``native/src/kernels_codes.c`` ([Note: 8-bit codes]); the
 results here are the same, bit by bit.
 """
 
