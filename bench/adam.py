@@ -1,4 +1,5 @@
-"""Speed of the split-master AdamW kernel, against torch's fused AdamW and against memory bandwidth.
+"""Speed of the update kernels: split-master AdamW against torch's fused AdamW and memory bandwidth, and
+every update against AdamW in fp32.
 
 One round times, one after the other on the same machine state: a plain copy (torch's and a threaded
 memmove, the faster one); a pass that reads and writes one array in place; the step of
@@ -10,6 +11,10 @@ whichever is faster: a copy also reads the lines that it is about to overwrite, 
 place does not, so it alone would be too easy a bound. All arrays lie in anonymous memory advised to
 use huge pages.
 
+Then every update works on one set of arrays, in rounds of its own (adam_updates.py): AdamW, Adam and
+SGD with momentum in fp32, each beside torch's fused one; the same with split masters and bf16
+gradients; AdamW with 8-bit moments. Each ratio is [median, least, most].
+
     python bench/adam.py --params 100M --pairs 7
 
 The last line of the output is one JSON object.
@@ -20,34 +25,20 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import mmap
 import statistics
 import threading
-import time
-from collections.abc import Callable
 from typing import NamedTuple
 
 import arguments as argument
 import torch
+from adam_updates import measure_updates
+from arrays import huge_empty, seconds
 from machine import facts
 
 from tiermem.kernels import AdamWStep, Kernels, open_kernels
 
 SPLIT_BYTES_PER_PARAM = 26  # hi 2, lo 2, moments 8 each way; gradient 2 read
 HYPER = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-
-
-def huge_empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    region = mmap.mmap(-1, max(numel * dtype.itemsize, mmap.PAGESIZE))
-    region.madvise(mmap.MADV_HUGEPAGE)
-    tensor = torch.frombuffer(region, dtype=dtype, count=numel)
-    return tensor.zero_()
-
-
-def seconds(function: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    function()
-    return time.perf_counter() - begin
 
 
 def threaded_memmove(destination: torch.Tensor, source: torch.Tensor, num_threads: int) -> None:
@@ -196,7 +187,9 @@ def main() -> None:
     with open_kernels(options.kernels, options.threads) as kernels:
         torch.set_num_threads(kernels.num_threads)
         result = measure(options.params, options.pairs, kernels)
+        updates = measure_updates(options.params, options.pairs, kernels)
         result |= {
+            "updates": updates,
             "isa": kernels.name,
             "num_threads": kernels.num_threads,
             **facts(),
@@ -209,6 +202,14 @@ def main() -> None:
             f"{result['ratio_to_bandwidth']} of the memory bandwidth "
             f"(copy {result['copy_gb_per_s']}, in place {result['in_place_gb_per_s']} GB/s)"
         )
+        for name, row in updates.items():
+            beside = row.get("ratio_to_torch_fused", [])[:1]
+            print(
+                f"{name:16} {row['ns_per_param']:6.3f} ns/parameter, "
+                f"{row['bytes_per_param']:4.1f} bytes/parameter, "
+                f"{row['gb_per_s']:5.1f} GB/s, {row['time_to_adamw_fp32'][0]:.2f} x the time of AdamW"
+                + "".join(f", {ratio:.2f} x torch fused" for ratio in beside)
+            )
     print(json.dumps(result))
 
 
