@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -104,12 +105,15 @@ def measure_updates(params: int, pairs: int, kernels: Kernels) -> dict[str, dict
     times: dict[str, list[float]] = {name: [] for name in table}
     torch_times: dict[str, list[float]] = {name: [] for name in table}
     for i in range(pairs + 1):
-        for name, row in table.items():
-            ours = seconds(row.update)
-            theirs = seconds(row.torch_update) if row.torch_update is not None else float("nan")
-            if i > 0:  # the first is the warm-up
-                times[name].append(ours)
-                torch_times[name].append(theirs)
+        # First torch's, then a pause: after each of its calls torch's threads spin for a while, and
+        # would take the cores from what comes next.
+        theirs = {n: seconds(row.torch_update) for n, row in table.items() if row.torch_update}
+        time.sleep(0.1)
+        ours = {name: seconds(row.update) for name, row in table.items()}
+        if i > 0:  # the first is the warm-up
+            for name in table:
+                times[name].append(ours[name])
+                torch_times[name].append(theirs.get(name, float("nan")))
     return {
         name: _figures(params, row, times[name], times[REFERENCE], torch_times[name])
         for name, row in table.items()
