@@ -26,7 +26,7 @@ STATE_BYTES = {"fp32": 4 + 4, "bf16": 4 + 4 + 2}
 class Adapted(nn.Module):
     """``base(x) + B(A(dropout(x))) * scale`` (Hu et al. 2021, section 4.1)."""
 
-    def __init__(self, base: nn.Linear, dtype: torch.dtype) -> None:
+    def __init__(self, base: Any, dtype: torch.dtype) -> None:
         super().__init__()
         self.base = base
         self.dropout = nn.Dropout(0.1)
@@ -44,13 +44,38 @@ class Adapted(nn.Module):
         return whole + (low * self.scale).to(whole.dtype)
 
 
+class Quantized(nn.Module):
+    """A frozen `nn.Linear` in 8 bits and one scale per row."""
+
+    def __init__(self, base: nn.Linear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.in_features, self.out_features = base.in_features, base.out_features
+        rows = base.weight.detach().float()
+        scale = rows.abs().amax(1, keepdim=True) / 127
+        whole = (rows / scale).round().to(dtype)
+        self.weight = nn.Parameter(whole, requires_grad=False)
+        self.scale = nn.Parameter(scale, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, (self.weight.to(torch.float32) * self.scale).to(x.dtype))
+
+
 class Lora(Plain):
     """Half of the blocks have adapters; all else is frozen, in bf16."""
 
-    def __init__(self, adapters: torch.dtype, checkpointed: bool = False) -> None:
+    def __init__(
+        self,
+        adapters: torch.dtype,
+        checkpointed: bool = False,
+        quantized: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.checkpointed = checkpointed
         self.to(torch.bfloat16).requires_grad_(False)
+        if quantized is not None:
+            for block in self.blocks:
+                block.up = Quantized(block.up, quantized)
+                block.down = Quantized(block.down, quantized)
         for block in (self.blocks[0], self.blocks[2]):
             block.up = Adapted(block.up, adapters)
             block.down = Adapted(block.down, adapters)
@@ -68,10 +93,8 @@ def loss_in_fp32(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return model(tokens).float().square().mean()
 
 
-def train(
-    path: str, stage: int, placement: str, dtype: str, checkpointed: bool = False, **changes: Any
-) -> None:
-    build: Any = functools.partial(Lora, DTYPES[dtype], checkpointed)
+def train(path: str, stage: int, placement: str, dtype: str, model: Any = Lora, **changes: Any) -> None:
+    build: Any = functools.partial(model, DTYPES[dtype])
     options = {"optimizer": placement, **changes_of(stage), **changes}
     if stage == 3:
         options["params"] = placement
@@ -171,11 +194,21 @@ CASES: Cases = {
         for stage, placement, dtype in itertools.product((3, 2), ("nvme", "host"), DTYPES)
     },
     "stage 3, nvme, fp32, checkpointed": functools.partial(
-        train, stage=3, placement="nvme", dtype="fp32", checkpointed=True
+        train, stage=3, placement="nvme", dtype="fp32", model=functools.partial(Lora, checkpointed=True)
     ),
     "stage 3, nvme, bf16, in backward": functools.partial(
         train, stage=3, placement="nvme", dtype="bf16", update="backward"
     ),
+    **{
+        f"stage {stage}, nvme, bf16 on {base}": functools.partial(
+            train,
+            stage=stage,
+            placement="nvme",
+            dtype="bf16",
+            model=functools.partial(Lora, quantized=base),
+        )
+        for stage, base in itertools.product((3, 2), (torch.int8, torch.float8_e4m3fn))
+    },
     **{
         f"stage {stage}, its own reference": functools.partial(own_reference, stage=stage)
         for stage in (3, 2)
@@ -192,6 +225,7 @@ IN_SHORT = (
     "stage 3, nvme, fp32, checkpointed",
     "stage 3, its own reference",
     "stage 3, bf16, thawed",
+    f"stage 3, nvme, bf16 on {torch.int8}",
 )
 
 

@@ -55,6 +55,24 @@ def thawed(path: str, stage: int) -> None:
         twins.check()
 
 
+def frozen_midway(path: str, stage: int, after: str) -> None:
+    """Frozen between the forward and its backward, which then gives it no gradient; or between the
+    backward and the step, which then takes the gradient that there is."""
+    twins = opened(Plain, path, stage)
+    with twins.runtime:
+        for step in range(3):
+            for model, optimizer in twins.both:
+                loss = loss_of(model, twins.batch(step))
+                if after == "backward":
+                    loss.backward()
+                model.blocks[1].requires_grad_(False)
+                if after == "forward":
+                    loss.backward()
+                twins.update(model, optimizer)
+                model.blocks[1].requires_grad_(True)
+        twins.check()
+
+
 def two_models(path: str, stage: int) -> None:
     """Two models on one runtime, stepped in turn."""
     first = opened(Plain, path, stage, device_memory="4MiB")
@@ -190,6 +208,8 @@ def assert_same_outputs(twins: RankTwins, seed: int, context: Any = torch.no_gra
 ACTS: dict[str, Callable[..., None]] = {
     "toggled": toggled,
     "thawed": thawed,
+    "frozen before backward": functools.partial(frozen_midway, after="forward"),
+    "frozen before step": functools.partial(frozen_midway, after="backward"),
     "two models": two_models,
     "evaluated": evaluated,
     "written": written,
