@@ -238,7 +238,6 @@ IN_SHORT = (
     "stage 3, nvme",
     "stage 2, host",
     "stage 3, host, lengths by rank",
-    "stage 3, follow_by_loading",
     "stage 3, follow_slowly",
 )
 

@@ -227,13 +227,25 @@ ACTS: dict[str, Callable[..., None]] = {
         aborted, error=KeyboardInterrupt, context=torch.enable_grad
     ),
 }
+AT_STAGE_0 = (toggled, two_models, evaluated, written)
 CASES: Cases = {
     f"{name}, stage {stage}": functools.partial(act, stage=stage)
     for name, act in ACTS.items()
-    for stage in (3, 2)
+    for stage in ((3, 2, 0) if act in AT_STAGE_0 else (3, 2))
 }
+IN_SHORT = (
+    "toggled",
+    "thawed",
+    "retained",
+    "looked before backward",
+    "inference first",
+    "interrupted",
+)
 
 
-@pytest.mark.parametrize(("name", "size"), at_sizes(CASES, lambda name: "stage 3" in name))
+@pytest.mark.parametrize(
+    ("name", "size"),
+    at_sizes(CASES, {f"{name}, stage 3" for name in IN_SHORT}.__contains__),
+)
 def test_around_training(case_runner: CaseRunner, name: str, size: int) -> None:
     case_runner.check(CASES, name, size)
