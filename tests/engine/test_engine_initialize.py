@@ -69,7 +69,7 @@ def test_parameters_collected_before(recwarn: pytest.WarningsRecorder) -> None:
     def groups(of: nn.Module) -> list[dict[str, Any]]:
         named = list(of.named_parameters())
         return [
-            {"params": [p for n, p in named if "bias" not in n], "weight_decay": 0.1},
+            {"params": (p for n, p in named if "bias" not in n), "weight_decay": 0.1},
             {"params": [p for n, p in named if "bias" in n], "weight_decay": 0.0},
         ]
 

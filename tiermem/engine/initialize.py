@@ -20,9 +20,9 @@ from tiermem.config import DeepSpeedConfig, LeafModules, read_deepspeed
 from tiermem.engine.building import make_optimizer, plan_states
 from tiermem.engine.engine import Engine
 from tiermem.engine.loader import EpochLoader
-from tiermem.engine.parameters import Replacement
+from tiermem.engine.parameters import Replacement, listed
 from tiermem.engine.schedules import make_schedule
-from tiermem.engine.settings import Settings, on_device, settings_of
+from tiermem.engine.settings import on_device, settings_of
 from tiermem.errors import ConfigError, StateError
 from tiermem.optim import TieredOptimizer
 from tiermem.zero.leaf_modules import set_z3_leaf_module, set_z3_leaf_modules
@@ -98,7 +98,9 @@ def initialize(
         for key, value in read.effective.items():
             logger.info("%s acts as %s", key, value)
     settings = settings_of(read, mesh)
-    job = _Job(model, read, settings, optimizer, model_parameters)
+    parameters = None if model_parameters is None else listed(model_parameters)
+    job = _Job(model, read, optimizer, parameters, Replacement(model))
+    job.check()
     own = runtime is None
     if runtime is None:
         batch = read.batch.resolve(settings.world_size)
@@ -131,9 +133,16 @@ class _Job:
 
     model: nn.Module
     config: DeepSpeedConfig
-    settings: Settings
     given: Optimizer | Callable[[list[Any]], Optimizer] | None
-    parameters: Iterable[Any] | None
+    parameters: list[Any] | None
+    replacement: Replacement
+
+    def check(self) -> None:
+        """Finds what can be found before the model is touched. Raises `ConfigError`, `StateError`."""
+        plan_states(self.given, self.config)
+        self.replacement.check(self.parameters or ())
+        if isinstance(self.given, Optimizer):
+            self.replacement.check(self.given.param_groups)
 
     def shard(self, runtime: Runtime, mesh: DeviceMesh | None, wrap: Any) -> None:
         """Shards the model. What the user gave refers to its parameters: no reason for a warning."""
@@ -147,12 +156,11 @@ class _Job:
 
     def optimizer(self, runtime: Runtime) -> TieredOptimizer | None:
         """The optimizer of the sharded model; None if nothing says which, or nothing is trainable."""
-        replacement = Replacement(self.model)
         if self.parameters is not None:
-            parameters = replacement.of_all(self.parameters)
+            parameters = self.replacement.of_all(self.parameters)
         else:
             parameters = [p for p in self.model.parameters() if p.requires_grad]
-        return make_optimizer(self.given, self.config, parameters, replacement, runtime)
+        return make_optimizer(self.given, self.config, parameters, self.replacement, runtime)
 
 
 def init_distributed(

@@ -9,33 +9,41 @@ import torch
 from torch import nn
 
 from tiermem.errors import StateError
-from tiermem.zero.param import ShardedParam
-from tiermem.zero.placeholder import Placeholder
 
 Parameters = Iterable[torch.Tensor] | Iterable[Mapping[str, Any]] | Iterable[tuple[str, torch.Tensor]]
 
 
 class Replacement:
-    """Knows, of a sharded model, which placeholder stands for which of its parameters."""
+    """Knows what stands for which parameter of a model once it is sharded; made before."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._placeholders: dict[int, torch.Tensor] = {}
-        for param in model.parameters():
-            if isinstance(param, Placeholder) and isinstance(param._handle, ShardedParam):
-                self._placeholders[id(param._handle.real)] = param
+        self._model = model
+        named = model.named_parameters(remove_duplicate=False)
+        self._names = {id(param): name for name, param in named}
+        self._now: dict[str, nn.Parameter] = {}
+
+    def check(self, parameters: Parameters) -> None:
+        """Raises `StateError` for a tensor that is no parameter of the model."""
+        for each in parameters:
+            if isinstance(each, Mapping):
+                self.check(_members(each["params"]))
+            else:
+                self._name(each[1] if isinstance(each, tuple) else each)
 
     def of(self, param: torch.Tensor) -> torch.Tensor:
-        """The placeholder of ``param``, or ``param`` if it is one. Raises `StateError` for a tensor
-        that is no parameter of the model."""
-        if isinstance(param, Placeholder):
-            return param
-        found = self._placeholders.get(id(param))
-        if found is None:
+        """The placeholder of ``param``, after sharding. Raises as `check`."""
+        if not self._now:
+            self._now = dict(self._model.named_parameters(remove_duplicate=False))
+        return self._now[self._name(param)]
+
+    def _name(self, param: torch.Tensor) -> str:
+        name = self._names.get(id(param))
+        if name is None:
             raise StateError(
                 f"a {type(param).__name__} of shape {tuple(param.shape)} that the optimizer is to "
                 f"update is not a parameter of the model. Remedy: give parameters of that model"
             )
-        return found
+        return name
 
     def of_all(self, parameters: Parameters) -> list[Any]:
         """The same for tensors, named tensors or parameter groups, in torch's ways of giving them."""
@@ -48,6 +56,14 @@ class Replacement:
             else:
                 result.append(self.of(each))
         return result
+
+
+def listed(parameters: Parameters) -> list[Any]:
+    """``parameters`` with every iterator in it as a list, so that it can be gone through twice."""
+    return [
+        {**each, "params": list(_members(each["params"]))} if isinstance(each, Mapping) else each
+        for each in parameters
+    ]
 
 
 def _members(params: Any) -> Iterable[Any]:
