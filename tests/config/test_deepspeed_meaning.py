@@ -255,7 +255,7 @@ def test_what_is_kept_for_the_engine() -> None:
     assert read_deepspeed({"steps_per_print": 0}).steps_per_print is None
 
 
-def test_the_block_tiermem_has_its_own_keys_and_goes_first() -> None:
+def test_the_block_tiermem_has_its_own_keys() -> None:
     config = read_deepspeed(
         {
             "aio": {"queue_depth": 4},
@@ -266,14 +266,12 @@ def test_the_block_tiermem_has_its_own_keys_and_goes_first() -> None:
                 "_comment": "for this machine",
                 "host_memory": "64MiB",
                 "update": "backward",
-                "optimizer": "device",
                 "io": {"backend": "threads"},
             },
         }
     )
     assert config.tier.host_memory == 64 << 20
     assert config.tier.effective_update == "backward"
-    assert config.tier.optimizer == "device"
     assert (config.tier.io.backend, config.tier.io.read_depth) == ("threads", 4)
     assert str(config.effective["tiermem.host_memory"]) == '"64MiB"'
 
@@ -284,6 +282,8 @@ def test_the_block_tiermem_has_its_own_keys_and_goes_first() -> None:
         ({"hostmemory": 1}, "tiermem.hostmemory: unknown key; did you mean 'host_memory'?"),
         ({"host_memory": "lots"}, "tiermem.host_memory: must be a size"),
         (True, "tiermem: "),
+        ({"gradient_clipping": 1.0}, "tiermem.gradient_clipping: unknown key; valid: host_memory"),
+        ({"params": "nvme"}, "tiermem.params: unknown key"),
     ],
 )
 def test_mistakes_in_the_block_tiermem(own: Any, says: str) -> None:

@@ -180,7 +180,7 @@ def test_learning_rates_may_differ_by_parameter_group() -> None:
 
 def test_the_names_are_those_of_the_table() -> None:
     wrapped = ["Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop"]
-    assert list(OPTIMIZERS) == ["AdamW", "Adam", "SGD", *wrapped]
+    assert list(OPTIMIZERS) == ["AdamW", "Adam", "SGD", "AdamW8bit", "Adam8bit", *wrapped]
     for block, types in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULERS)):
         for keys in types.values():
             assert all(key.name.startswith(f"{block}.params.") for key in keys)

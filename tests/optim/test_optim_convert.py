@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from optim_rig import assert_equal_to, make_net, take_step
-from third_party import Lamb, Lion
+from third_party import Factor, Lamb, Lion, ManyOptions
 from torch import nn
 
 import tiermem
@@ -25,6 +25,7 @@ CASES: list[tuple[Any, dict[str, Any], type]] = [
     (torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True}, Tiered),
     (torch.optim.RMSprop, {"lr": 1e-3}, Tiered),
     (Lion, {"lr": 1e-3}, Tiered),
+    (ManyOptions, {"lr": 1e-2, "momentum": 0.9}, Tiered),
 ]
 
 
@@ -87,3 +88,52 @@ def test_one_that_couples_elements_is_refused_before_anything_is_sharded() -> No
     optimizer = Lamb(model.parameters())
     with pytest.raises(ConfigError, match="Lamb cannot run sharded"):
         states_for(optimizer)
+
+
+def test_step_hooks_go_on() -> None:
+    theirs, ours = make_net(), make_net()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (theirs, ours)]
+    calls: list[object] = []
+
+    def halve(optimizer: Any, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+
+    for each in optimizers:
+        each.register_step_pre_hook(halve)
+        each.register_step_post_hook(lambda optimizer, *_: calls.append(optimizer))
+    with tiermem.Runtime(CONFIG) as runtime:
+        optimizer = shard_as_before(ours, optimizers[1], runtime)
+        for step in range(3):
+            assert take_step(ours, optimizer, step) == take_step(theirs, optimizers[0], step)
+        assert calls == [optimizer, optimizers[0]] * 3
+        assert_equal_to(ours, theirs)
+
+
+def test_groups_with_their_own_kind_of_decay() -> None:
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        first, second = groups_of(model)
+        return [{**first, "decoupled_weight_decay": True}, second]
+
+    theirs, ours = make_net(), make_net()
+    their, mine = (torch.optim.Adam(groups(m), lr=1e-2, weight_decay=0.5) for m in (theirs, ours))
+    with tiermem.Runtime(CONFIG) as runtime:
+        optimizer = shard_as_before(ours, mine, runtime)
+        for step in range(3):
+            assert take_step(ours, optimizer, step) == take_step(theirs, their, step)
+        assert_equal_to(ours, theirs)
+
+
+def test_what_nobody_can_tell_is_refused() -> None:
+    model = make_net()
+    with pytest.raises(ConfigError, match="Factor was made with factor, which it does not keep"):
+        states_for(Factor(model.parameters(), factor=0.1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step = lambda: None  # type: ignore[method-assign,assignment]
+    with pytest.raises(ConfigError, match=r"has a step\(\) of its own"):
+        states_for(optimizer)
+
+
+def test_every_optimizer_of_torch_says_how_it_was_made() -> None:
+    for name in ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"):
+        states_for(getattr(torch.optim, name)(make_net().parameters(), lr=0.5))

@@ -11,7 +11,7 @@ import torch
 from optim_rig import PLACEMENTS, assert_equal_to, inputs, make_net, sharded, take_step
 
 import tiermem
-from tiermem.errors import ConfigError
+from tiermem.errors import ConfigError, StateError
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("Adam", {"lr": 1e-2, "weight_decay": 0.1}),
@@ -114,6 +114,51 @@ def test_without_momentum_nothing_is_kept(tmp_path: Path) -> None:
         take_step(model, optimizer, 0)
         assert set(runtime.stats().placement) == {"param"}
         assert all(list(state) == ["step"] for state in optimizer.state.values())
+
+
+def test_momentum_that_begins_later_begins_as_in_torch(tmp_path: Path) -> None:
+    theirs = make_net()
+    options: dict[str, Any] = {"lr": 1e-2, "momentum": 0.9, "dampening": 0.5}
+    their = torch.optim.SGD(theirs.parameters(), fused=True, **options)
+    with sharded(tmp_path) as (_, ours):
+        mine = tiermem.optim.SGD(ours.parameters(), **options)
+        for step in range(5):
+            for optimizer in (their, mine):
+                optimizer.param_groups[0]["momentum"] = 0.0 if step < 2 else 0.9
+            assert take_step(ours, mine, step) == take_step(theirs, their, step)
+        assert_equal_to(ours, theirs)
+
+
+def test_updates_inside_backward_are_the_same(tmp_path: Path) -> None:
+    ends = []
+    for update in ("deferred", "backward"):
+        with sharded(tmp_path, update=update) as (_, model):
+            optimizer = tiermem.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+            for step in range(3):
+                take_step(model, optimizer, step)
+            ends.append([tiermem.full_param(p) for p in model.parameters()])
+    assert all(map(torch.equal, *ends))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"momentum_buffer": [1.0]}, "momentum_buffer of 'first.weight' is a list"),
+        ({"step": float("nan")}, "step of 'first.weight' is nan"),
+        ({"step": -4}, "step of 'first.weight' is -4"),
+    ],
+)
+def test_states_that_are_none(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with sharded(tmp_path) as (_, model):
+        optimizer = tiermem.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+        take_step(model, optimizer, 0)
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["state"][0].update(changes)
+        with pytest.raises(StateError, match=message):
+            optimizer.load_state_dict(saved)
+        saved["state"][0].update({"momentum_buffer": None, "step": 0})  # as torch saves what has none
+        optimizer.load_state_dict(saved)
+        take_step(model, optimizer, 1)
 
 
 @pytest.mark.parametrize(

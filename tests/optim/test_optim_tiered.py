@@ -10,7 +10,22 @@ import pytest
 import torch
 from optim_rig import assert_equal_to, inputs, make_net, sharded, take_step
 from ranks import run_ranks
-from third_party import Counting, Lamb, Lion, Noisy
+from third_party import (
+    ClipsLarge,
+    Counting,
+    CountsItself,
+    CountsLate,
+    FailsLater,
+    KeepsLargest,
+    Lamb,
+    Lion,
+    ManyOptions,
+    Masked,
+    Noisy,
+    NoisyLater,
+    StartsLate,
+    StartsVeryLate,
+)
 
 import tiermem
 from tiermem.errors import ConfigError, StateError
@@ -27,6 +42,8 @@ ELEMENTWISE: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
     (torch.optim.AdamW, {"lr": torch.tensor(1e-2), "amsgrad": True}),
     (Lion, {"lr": 1e-3, "decay": 0.1}),
+    (Masked, {}),
+    (ManyOptions, {"lr": 1e-2, "momentum": 0.9}),
 ]
 IDS = [kind.__name__ for kind, _ in ELEMENTWISE]
 
@@ -136,7 +153,12 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (torch.optim.SparseAdam, {}, "SparseAdam cannot run sharded"),
     (Lamb, {}, "Lamb cannot run sharded.*depends on others"),
     (Noisy, {}, "Noisy cannot run sharded.*random numbers"),
-    (Counting, {}, "Counting cannot run sharded.*counts in its parameter groups"),
+    (Counting, {}, "Counting cannot run sharded.*changes 'k' of itself or of its parameter group"),
+    (CountsItself, {}, "CountsItself cannot run sharded.*changes 'count'"),
+    (CountsLate, {}, "CountsLate cannot run sharded.*changes 'k'"),
+    (NoisyLater, {}, "NoisyLater cannot run sharded.*random numbers"),
+    (ClipsLarge, {}, "ClipsLarge cannot run sharded.*depends on others"),
+    (StartsLate, {}, "StartsLate cannot run sharded.*'slow' only after some steps"),
     (torch.optim.Adagrad, {"lr": -1.0}, "Adagrad cannot be made.*Invalid learning rate"),
     (torch.optim.Adagrad, {"beta": 1.0}, "Adagrad cannot be made.*beta"),
     (torch.nn.Linear, {}, "takes a class of optimizers first"),
@@ -155,14 +177,44 @@ def test_what_is_not_elementwise_is_refused_by_name(
         tiermem.optim.Tiered(Lion, model.parameters())  # nothing was taken
 
 
-def test_an_option_of_a_group_that_needs_another_state_is_refused(tmp_path: Path) -> None:
-    with sharded(tmp_path) as (_, model):
-        groups = [
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (KeepsLargest, "KeepsLargest keeps a 'amax' that depends on the values of all elements"),
+        (StartsVeryLate, "StartsVeryLate keeps 'slow' only after some steps"),
+        (FailsLater, r"FailsLater\.step\(\) failed: ZeroDivisionError: twenty"),
+    ],
+)
+def test_what_shows_only_later_is_never_silent(kind: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(StateError, match=message), sharded(tmp_path) as (_, model):
+        optimizer = tiermem.optim.Tiered(kind, model.parameters())
+        for step in range(22):
+            take_step(model, optimizer, step)
+
+
+def test_groups_may_need_different_states(tmp_path: Path) -> None:
+    def groups(model: Any) -> list[dict[str, Any]]:
+        return [
             {"params": list(model.first.parameters())},
             {"params": list(model.second.parameters()), "momentum": 0.9},
+            {"params": list(model.branch.parameters()), "centered": True},
         ]
+
+    theirs = make_net()
+    their = torch.optim.RMSprop(groups(theirs), lr=1e-3)
+    with sharded(tmp_path) as (_, ours):
+        optimizer = tiermem.optim.Tiered(torch.optim.RMSprop, iter(groups(ours)), lr=1e-3)
+        for step in range(3):
+            assert take_step(ours, optimizer, step) == take_step(theirs, their, step)
+        assert_equal_to(ours, theirs)
+
+
+def test_an_option_of_a_group_that_needs_another_state_is_refused(tmp_path: Path) -> None:
+    with sharded(tmp_path) as (_, model):
+        optimizer = tiermem.optim.Tiered(torch.optim.SGD, model.first.parameters(), lr=0.1)
+        late = {"params": list(model.second.parameters()), "momentum": 0.9}
         with pytest.raises(ConfigError, match="SGD keeps momentum_buffer, which it does not"):
-            tiermem.optim.Tiered(torch.optim.SGD, groups, lr=0.1)
+            optimizer.add_param_group(late)
 
 
 def test_budgets_are_planned_for_its_states(tmp_path: Path) -> None:

@@ -141,6 +141,17 @@ def test_state_dict_hooks() -> None:
         assert compat.state_dict_hooks(optimizer, when) == [first]
 
 
+def test_step_hooks() -> None:
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
+    for when in ("before", "after"):
+        assert compat.step_hooks(optimizer, when) == []
+    before, after = (lambda *_: None), (lambda *_: None)
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+    assert compat.step_hooks(optimizer, "before") == [before]
+    assert compat.step_hooks(optimizer, "after") == [after]
+
+
 def test_caller_frame() -> None:
     def inner():
         return compat.caller_frame(1), compat.caller_frame(2)

@@ -43,6 +43,9 @@ class Key:
     """`Role.REFUSED`: values that are accepted. `Role.NO_OP`: values that need no word."""
     low: float | None = 0
     high: float | None = None
+    below: float | None = None
+    infinite: Any = None
+    """What an infinite number becomes; None: it is a mistake."""
     choices: tuple[str, ...] = ()
     example: Any = None
     """A value that works, for messages."""

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from tiermem.config.deepspeed_key import Key, Kind, Role, no_op, refused
-from tiermem.config.tier import TierConfig
 
 _FP32 = "gradients are summed in fp32, whatever is sent"
 _DTYPES = (
     "not built: the blocks bf16 and fp16 choose the parameters' precision, buffers keep their own; "
     "leave the key out"
 )
+OWN_FIELDS = (
+    "host_memory",
+    "device_memory",
+    "resident_memory",
+    "update",
+    "master",
+    "device",
+    "path_weights",
+    "stripe_bytes",
+    "num_threads",
+    "malloc_mmap_threshold",
+    "poison_released",
+    "io",
+)
+"""tiermem's keys for what no key of DeepSpeed's says."""
+
 _DERIVED = "from the other two and the number of ranks, else 1"
 
 
@@ -72,6 +87,7 @@ _BATCH = (
         "kept for the engine (`steps_per_print`); 0 or left out, no lines",
         auto="no lines",
         example=100,
+        infinite=0,
     ),
 )
 
@@ -209,8 +225,8 @@ _OPTIMIZERS = (
         None,
         Role.ACTS,
         "its name",
-        "AdamW, Adam and SGD (Adam is AdamW unless adam_w_mode is false, as in DeepSpeed), and torch's "
-        "Adagrad, Adadelta, Adamax, NAdam, RAdam and RMSprop",
+        "AdamW, Adam and SGD (Adam is AdamW unless adam_w_mode is false, as in DeepSpeed), AdamW8bit "
+        "and Adam8bit, and torch's Adagrad, Adadelta, Adamax, NAdam, RAdam and RMSprop",
         no_auto="give a name such as AdamW",
         example="AdamW",
     ),
@@ -269,10 +285,10 @@ _OPTIMIZERS = (
         None,
         Role.ACTS,
         "tiermem's own keys, for what DeepSpeed has none (DeepSpeed ignores the block)",
-        "those of tiermem.TierConfig, such as `host_memory`, `device_memory`, `update`, `master`; they "
-        "count before what other blocks say",
+        f"{', '.join(f'`{name}`' for name in OWN_FIELDS)}: as in README's table of tiermem's own "
+        f"configuration",
         no_auto="give an object",
-        fields=tuple(TierConfig.model_fields),
+        fields=OWN_FIELDS,
         example={"host_memory": "64GiB"},
     ),
     no_op(

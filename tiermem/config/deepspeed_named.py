@@ -44,7 +44,7 @@ _TORCH = tuple(
 )
 _ADAM = (
     _LR,
-    _param("optimizer", "betas", "pair", (0.9, 0.999), "decay of the moments", high=1),
+    _param("optimizer", "betas", "pair", (0.9, 0.999), "decay of the moments", below=1),
     _param("optimizer", "eps", "number", 1e-8, "added to the divisor"),
     _WEIGHT_DECAY,
     _MAXIMIZE,
@@ -64,6 +64,9 @@ _ADAM = (
     no_op("optimizer.params.set_grad_none", True, "drop gradients, or fill them", "they are dropped"),
     *_TORCH,
 )
+_ADAM_8BIT = tuple(key for key in _ADAM if key.last not in ("torch_adam", "adam_w_mode"))
+"""tiermem's own; DeepSpeed has none."""
+
 _SGD = (
     _LR,
     _param("optimizer", "momentum", "number", 0.0, "share of the last step"),
@@ -74,7 +77,7 @@ _SGD = (
     *_TORCH,
 )
 _EPS = _param("optimizer", "eps", "number", 1e-8, "added to the divisor")
-_BETAS = _param("optimizer", "betas", "pair", (0.9, 0.999), "decay of the moments", high=1)
+_BETAS = _param("optimizer", "betas", "pair", (0.9, 0.999), "decay of the moments", below=1)
 _OF_ALL = (_WEIGHT_DECAY, _MAXIMIZE, *_TORCH)
 
 
@@ -92,7 +95,7 @@ _WRAPPED: Mapping[str, tuple[Key, ...]] = {
     ),
     "Adadelta": (
         _lr(1.0),
-        _param("optimizer", "rho", "number", 0.9, "decay of the means", high=1),
+        _param("optimizer", "rho", "number", 0.9, "decay of the means", below=1),
         _param("optimizer", "eps", "number", 1e-6, "added to the divisor"),
         *_OF_ALL,
     ),
@@ -114,7 +117,7 @@ _WRAPPED: Mapping[str, tuple[Key, ...]] = {
     ),
     "RMSprop": (
         _lr(1e-2),
-        _param("optimizer", "alpha", "number", 0.99, "decay of the mean", high=1),
+        _param("optimizer", "alpha", "number", 0.99, "decay of the mean", below=1),
         _EPS,
         _param("optimizer", "momentum", "number", 0.0, "share of the last step"),
         _param("optimizer", "centered", "bool", False, "divide by the variance"),
@@ -127,6 +130,8 @@ OPTIMIZERS: Mapping[str, tuple[Key, ...]] = {
     "AdamW": _ADAM,
     "Adam": _ADAM,
     "SGD": _SGD,
+    "AdamW8bit": _ADAM_8BIT,
+    "Adam8bit": _ADAM_8BIT,
     **_WRAPPED,
 }
 
@@ -160,7 +165,7 @@ _TOTAL = _of_schedule(
 _LAST = _of_schedule(
     "last_batch_iteration", "int", -1, "the step that was done last, to go on from", low=-1
 )
-_WARMUP_STEPS = _of_schedule("warmup_num_steps", "int", 1000, "steps of the rise", low=1)
+_WARMUP_STEPS = _of_schedule("warmup_num_steps", "int", 1000, "steps of the rise; 2 at least")
 _WARMUP_TYPE = _of_schedule("warmup_type", "choice", "log", "how it rises", choices=("log", "linear"))
 _WARMUP = (
     _of_schedule("warmup_min_lr", "numbers", 0.0, "learning rate at the start"),

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from tiermem.config.deepspeed_key import Role
 from tiermem.config.deepspeed_keys import TABLE
+from tiermem.config.deepspeed_keys_core import OWN_FIELDS
 from tiermem.config.deepspeed_reading import Reading
 from tiermem.config.deepspeed_value import shown
 from tiermem.config.tier import LossScaleConfig, TierConfig, explain
@@ -218,11 +219,11 @@ class Translation:
             self.values["io"] = io
 
     def _own(self) -> None:
-        """The block ``tiermem`` goes before all else. Without a word in it updates wait for the next
-        forward, which any loop written for DeepSpeed works with."""
+        """The block ``tiermem``. Without a word in it updates wait for the next forward, which any loop
+        written for DeepSpeed works with."""
         self.values.setdefault("update", "deferred")
         for name, value in self.reading.of("tiermem", {}).items():
-            if name not in TierConfig.model_fields:
+            if name not in OWN_FIELDS:
                 continue  # a comment, or a mistake that is noted
             merge = name == "io" and isinstance(value, dict)
             self.values[name] = self.values["io"] | value if merge else value

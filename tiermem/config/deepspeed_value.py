@@ -13,6 +13,8 @@ from tiermem.config.deepspeed_key import Key, Kind
 
 def parse(key: Key, value: Any) -> Any:
     """``value`` as the key's kind. Raises `ValueError` that says what would work."""
+    if key.infinite is not None and value in (math.inf, "inf", "Infinity"):
+        return key.infinite
     return _PARSERS[key.kind](key, value)
 
 
@@ -113,6 +115,8 @@ def _in_range(key: Key, number: float | int) -> float | int:
         raise ValueError(f"must be at least {shown(key.low)}; {_got(number)}")
     if key.high is not None and number > key.high:
         raise ValueError(f"must be at most {shown(key.high)}; {_got(number)}")
+    if key.below is not None and number >= key.below:
+        raise ValueError(f"must be below {shown(key.below)}; {_got(number)}")
     return number
 
 

@@ -22,6 +22,7 @@ _WORD = re.compile(r"[^\s,:{}\[\]\"#/]+")
 _CONSTANTS = {"true": True, "false": False, "null": None}
 _MAX_DEPTH = 100
 _SHOWN = 24
+_MOST_DIGITS = 400  # no number of a configuration has as many
 
 
 class TextError(ConfigError):
@@ -157,6 +158,8 @@ class _Reader:
         number = _NUMBER.fullmatch(word)
         if number is None:
             self.fail("expected a value" + self._hint(word), start)
+        if len(word) > _MOST_DIGITS:
+            self.fail(f"a number of {len(word)} characters", start)
         return float(word) if number[1] or number[2] else int(word)
 
     def _hint(self, word: str) -> str:

@@ -53,7 +53,7 @@ class AdamW(TieredOptimizer):
     @classmethod
     def states_of(cls, **options: Any) -> StatePlan:
         """What it keeps, for ``tiermem.shard(..., states=...)``."""
-        del options
+        check_adam_options(options)
         return adamw_states
 
     def _make_rule(self, config: TierConfig) -> UpdateRule:

@@ -12,6 +12,7 @@ from tiermem.config import TierConfig
 from tiermem.kernels import Kernels, Moments8bit
 from tiermem.kernels.base import QUANT_BLOCK_NUMEL
 from tiermem.optim.adamw import AdamW
+from tiermem.optim.options import check_adam_options
 from tiermem.optim.rules import master_of
 from tiermem.types import Field
 from tiermem.zero.group import Region
@@ -109,7 +110,7 @@ class AdamW8bit(AdamW):
     @classmethod
     def states_of(cls, **options: Any) -> StatePlan:
         """What it keeps, for ``tiermem.shard(..., states=...)``."""
-        del options
+        check_adam_options(options)
         return adamw_8bit_states
 
     def _make_rule(self, config: TierConfig) -> UpdateRule:

@@ -72,9 +72,14 @@ class TieredOptimizer(torch.optim.Optimizer, ABC):
         """Everything that the update number ``param.steps`` uses, frozen; gradients are multiplied by
         ``scale``. Equal if the options are."""
 
-    def _counted(self, param: ShardedParam, hyper: Any) -> None:
-        """The update number ``param.steps`` is sure to come."""
-        del param, hyper
+    def _same(self, param: ShardedParam, options: Mapping[str, Any], used: Any) -> bool:
+        """Whether the update that used ``used`` would be the same with ``options``."""
+        return bool(self._hyper(param, options, 1.0) == used)
+
+    def _counted(self, param: ShardedParam, hyper: Any) -> Any:
+        """The update number ``param.steps`` is sure to come; what it uses, perhaps with more."""
+        del param
+        return hyper
 
     def _scalars(self, param: ShardedParam) -> dict[str, Any]:
         """Of ``state[param]``: what is one number for the whole parameter."""
@@ -199,8 +204,8 @@ class TieredOptimizer(torch.optim.Optimizer, ABC):
                 options = self._options_of(param)
                 if options is not None:
                     param.steps += 1
-                    hyper[param.index] = self._hyper(param, options, scale)
-                    self._counted(param, hyper[param.index])
+                    used = self._hyper(param, options, scale)
+                    hyper[param.index] = self._counted(param, used)
         self._frozen[group] = hyper
         return PendingUpdate(self.rule, hyper, gradient)
 
@@ -221,7 +226,7 @@ class TieredOptimizer(torch.optim.Optimizer, ABC):
         for group, hyper in self._frozen.items():
             for index, used in hyper.items():
                 options = self._options_of(group.params[index])
-                if options is None or self._hyper(group.params[index], options, 1.0) != used:
+                if options is None or not self._same(group.params[index], options, used):
                     raise StateError(
                         "an option of the optimizer (such as lr, or what its groups hold) was changed "
                         "between backward and step(), but update: 'backward' has used it already. "

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch.optim.optimizer import ParamsT
 
 from tiermem.config import TierConfig
-from tiermem.errors import ConfigError
+from tiermem.errors import ConfigError, StateError
 from tiermem.kernels import Kernels
 from tiermem.optim.base import TieredOptimizer
-from tiermem.optim.probe import Probe, probe
-from tiermem.optim.wrapped import Frozen, WrappedOptimizer
+from tiermem.optim.probe import Probe, probe_all
+from tiermem.optim.wrapped import Frozen, WrappedOptimizer, same_value
 from tiermem.types import Field
 from tiermem.zero.masters import store_master
 from tiermem.zero.param import ShardedParam
@@ -50,7 +51,8 @@ class Tiered(TieredOptimizer):
         **options: Any,
     ) -> None:
         self._wrapped = WrappedOptimizer(optimizer, options)
-        self._probe = probe(self._wrapped)
+        params = cast("ParamsT", list(params))
+        self._probe = probe_all(self._wrapped, [p for p in params if isinstance(p, dict)])
         self._numbers: dict[ShardedParam, dict[str, Any]] = {}  # of each updated parameter
         super().__init__(params, self._wrapped.defaults, runtime=runtime)
 
@@ -60,29 +62,35 @@ class Tiered(TieredOptimizer):
         return self._wrapped.kind
 
     @staticmethod
-    def states_of(optimizer: type[torch.optim.Optimizer], **options: Any) -> StatePlan:
-        """For ``tiermem.shard(..., states=...)``. Raises `ConfigError` as `Tiered` does."""
-        specs = probe(WrappedOptimizer(optimizer, options)).specs
+    def states_of(
+        optimizer: type[torch.optim.Optimizer],
+        groups: Iterable[Mapping[str, Any]] = (),
+        **options: Any,
+    ) -> StatePlan:
+        """For ``tiermem.shard(..., states=...)``; ``groups`` are parameter groups with options of their
+        own. Raises `ConfigError` as `Tiered` does."""
+        specs = probe_all(WrappedOptimizer(optimizer, options), groups).specs
         return lambda dtype, config: (*master_states(dtype, config), *specs)
 
     def _make_rule(self, config: TierConfig) -> _WrappedRule:
         return _WrappedRule(self._wrapped, self._probe, config)
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
-        given = {key: value for key, value in options.items() if key in self._wrapped.defaults}
-        missing = probe(self._wrapped.changed(given)).per_element - self._probe.per_element
+        missing = probe_all(self._wrapped, [options]).per_element - self._probe.per_element
         if missing:
             raise ConfigError(
                 f"with these options {self._wrapped.name} keeps {', '.join(sorted(missing))}, which it "
-                f"does not with those that this optimizer was made with. Remedy: give an option that "
-                f"needs it to Tiered(...) itself, or an optimizer of their own to these parameters"
+                f"does not with those that this optimizer was made with. Remedy: give such a group "
+                f"when the optimizer is made, or these parameters an optimizer of their own"
             )
 
     def _hyper(self, param: ShardedParam, options: Mapping[str, Any], scale: float) -> Frozen:
         return self._wrapped.freeze(options, self._numbers.get(param), param.steps, scale)
 
-    def _counted(self, param: ShardedParam, hyper: Frozen) -> None:
-        self._numbers[param] = self._wrapped.numbers_after(hyper, self._probe.per_element)
+    def _counted(self, param: ShardedParam, hyper: Frozen) -> Frozen:
+        after = self._wrapped.numbers_after(hyper, self._probe.specs)
+        self._numbers[param] = after
+        return replace(hyper, after=after)
 
     def _scalars(self, param: ShardedParam) -> dict[str, Any]:
         return self._numbers.get(param, {})
@@ -142,6 +150,12 @@ class _WrappedRule:
         elif kept is not None:
             master = kept
         own = {spec.name: states[spec.name] for spec in self._specs}
-        self._wrapped.update(hyper, master, own, gradient)
+        numbers = self._wrapped.update(hyper, master, own, gradient)
+        for key, expected in (hyper.after or {}).items():
+            if not same_value(numbers.get(key), expected):
+                raise StateError(
+                    f"{self._wrapped.name} keeps a {key!r} that depends on the values of all elements "
+                    f"together; that cannot work slice by slice. Remedy: another optimizer"
+                )
         if kept is not None:
             store_master(kernels, master, param, kept)

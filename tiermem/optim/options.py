@@ -59,7 +59,7 @@ def check_adam_options(options: Mapping[str, Any]) -> None:
             "tiermem.optim.Tiered(torch.optim.AdamW, params, amsgrad=True)"
         )
     check_numbers(options, ("lr", "eps", "weight_decay"))
-    betas = options["betas"]
+    betas = options.get("betas", (0.9, 0.999))
     if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
         raise ConfigError(f"betas are {betas!r}; they must be two numbers, such as (0.9, 0.999)")
     if not all(0 <= _number("one of the betas", beta) < 1 for beta in betas):
@@ -67,8 +67,10 @@ def check_adam_options(options: Mapping[str, Any]) -> None:
 
 
 def check_numbers(options: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Raises `ConfigError` unless each is a number, at least 0 and finite."""
+    """Raises `ConfigError` unless each that is given is a number, at least 0 and finite."""
     for name in names:
+        if name not in options:
+            continue
         value = _number(name, options[name])
         if not 0 <= value < math.inf:
             raise ConfigError(f"{name} is {value}; it must be at least 0 and finite")

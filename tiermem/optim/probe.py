@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from tiermem.errors import ConfigError
-from tiermem.optim.wrapped import WrappedOptimizer
+from tiermem.optim.wrapped import WrappedOptimizer, same_value
 from tiermem.zero.rule import StateSpec
 
 _SHAPE = (8, 16)
 _CUT = 32  # both slices are whole vectors of any processor: tails may round otherwise
-_STEPS = 3
+_SIZES = (1.0, 1.0, 1.0, 1e-4, 1e3, 0.0, 1.0, 30.0, 1e5, 1e-2, 1.0, 1.0)
+"""Of the gradients of each step: what clips, warms up or starts late is seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,46 +31,47 @@ class Probe:
         return frozenset(spec.name for spec in self.specs)
 
 
+def probe_all(wrapped: WrappedOptimizer, groups: Iterable[Mapping[str, Any]]) -> Probe:
+    """What is kept with the defaults and with the options of each parameter group, together. Raises as
+    `probe`."""
+    found = probe(wrapped)
+    specs, numbers = dict.fromkeys(found.specs), set(found.numbers)
+    for group in groups:
+        options = {key: value for key, value in group.items() if key in wrapped.defaults}
+        if options:
+            more = probe(wrapped.changed(options))
+            specs |= dict.fromkeys(more.specs)
+            numbers |= more.numbers
+    names = {spec.name for spec in specs}
+    return Probe(tuple(specs), frozenset(numbers - names))
+
+
 def probe(wrapped: WrappedOptimizer) -> Probe:
-    """Three steps on a small matrix, whole and in two slices, with the same gradients. Raises
-    `ConfigError`, naming the class, if they differ: it is not element-wise then."""
+    """Steps on a small matrix, whole and in two slices, with the same gradients. Raises `ConfigError`,
+    naming the class, if they ever differ: it is not element-wise then."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(_SHAPE, generator=generator)
-    grads = [torch.randn(_SHAPE, generator=generator) for _ in range(_STEPS)]
+    whole = nn.Parameter(start.clone())
+    found, slices = None, None
     with torch.random.fork_rng(devices=[]):
         try:
-            param, state = _whole(wrapped, start, grads)
-            found = _describe(wrapped, state)
-            cut_param, cut_states, numbers = _in_slices(wrapped, found, start, grads)
+            inner = wrapped.make(whole)
+            inner.param_groups[0].update(wrapped.defaults)
+            for size in _SIZES:
+                whole.grad = torch.randn(_SHAPE, generator=generator) * size
+                grad = whole.grad.flatten().clone()
+                inner.step()
+                if found is None or slices is None:
+                    found = _describe(wrapped, inner.state[whole])
+                    slices = _Slices(wrapped, found, start)
+                slices.step(grad)
+                slices.compare(whole.detach(), inner.state[whole])
         except ConfigError:
             raise
         except Exception as error:  # whatever somebody's optimizer raises
             raise _refused(wrapped, f"{type(error).__name__}: {error}") from error
-    same = _equal(param.flatten(), cut_param) and all(
-        _equal(state[name].flatten(), values) for name, values in cut_states.items()
-    )
-    if not same:
-        raise _refused(
-            wrapped,
-            "the result for an element depends on others (norms, factors, matrices), on random "
-            "numbers, or on counts in its parameter groups",
-        )
-    for key in found.numbers:
-        if any(not _same_number(state[key], each[key]) for each in numbers):
-            raise _refused(wrapped, f"its {key!r} depends on all elements together")
+    assert found is not None
     return found
-
-
-def _whole(
-    wrapped: WrappedOptimizer, start: torch.Tensor, grads: list[torch.Tensor]
-) -> tuple[torch.Tensor, Mapping[str, Any]]:
-    leaf = nn.Parameter(start.clone())
-    inner = wrapped.make(leaf)
-    inner.param_groups[0].update(wrapped.defaults)
-    for grad in grads:
-        leaf.grad = grad.clone()
-        inner.step()
-    return leaf.detach(), inner.state[leaf]
 
 
 def _describe(wrapped: WrappedOptimizer, state: Mapping[str, Any]) -> Probe:
@@ -88,28 +90,39 @@ def _describe(wrapped: WrappedOptimizer, state: Mapping[str, Any]) -> Probe:
     return Probe(tuple(specs), frozenset(numbers))
 
 
-def _in_slices(
-    wrapped: WrappedOptimizer, found: Probe, start: torch.Tensor, grads: list[torch.Tensor]
-) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[dict[str, Any]]]:
-    param = start.flatten().clone()
-    states = {spec.name: torch.zeros(param.numel(), dtype=spec.dtype) for spec in found.specs}
-    numbers: list[dict[str, Any]] = [{}, {}]
-    for step, grad in enumerate(grads, start=1):
+class _Slices:
+    """The same in two slices, as updates do it."""
+
+    def __init__(self, wrapped: WrappedOptimizer, found: Probe, start: torch.Tensor) -> None:
+        self._wrapped = wrapped
+        self._param = start.flatten().clone()
+        self._states = {s.name: torch.zeros(start.numel(), dtype=s.dtype) for s in found.specs}
+        self._numbers: list[dict[str, Any]] = [{}, {}]
+        self._steps = 0
+
+    def step(self, grad: torch.Tensor) -> None:
+        self._steps += 1
         for index, here in enumerate((slice(0, _CUT), slice(_CUT, None))):
-            hyper = wrapped.freeze(wrapped.defaults, numbers[index], step, 1.0)
-            part = {name: values[here] for name, values in states.items()}
-            numbers[index] = wrapped.update(hyper, param[here], part, grad.flatten()[here])
-    return param, states, numbers
+            before = self._numbers[index]
+            hyper = self._wrapped.freeze(self._wrapped.defaults, before, self._steps, 1.0)
+            part = {name: values[here] for name, values in self._states.items()}
+            self._numbers[index] = self._wrapped.update(hyper, self._param[here], part, grad[here])
 
-
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and bool(((a == b) | (a.isnan() & b.isnan())).all())
-
-
-def _same_number(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return _equal(a.flatten(), b.flatten())
-    return bool(a == b)
+    def compare(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
+        """Raises `ConfigError` if the whole parameter and its state are others."""
+        same = same_value(param.flatten(), self._param)
+        for name, values in self._states.items():
+            same = same and same_value(state[name].flatten(), values)
+        if not same:
+            raise _refused(
+                self._wrapped,
+                "the result for an element depends on others (norms, factors, matrices) or on random "
+                "numbers",
+            )
+        for numbers in self._numbers:
+            for key, value in numbers.items():
+                if not same_value(state.get(key), value):
+                    raise _refused(self._wrapped, f"its {key!r} depends on all elements together")
 
 
 def _refused(wrapped: WrappedOptimizer, why: str) -> ConfigError:

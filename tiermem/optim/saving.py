@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tiermem.errors import StateError
 from tiermem.optim.state import LazyState, LazyStates
 from tiermem.zero.param import ShardedParam
@@ -72,9 +74,26 @@ def _check(
     missing = [key for key in (*numbers, *tensors) if key not in saved]
     if missing:
         raise StateError(f"the loaded state of {param.name!r} lacks {', '.join(missing)}")
+    if "step" in saved and not _counts(saved["step"]):
+        raise StateError(
+            f"step of {param.name!r} is {saved['step']!r}; it must be a whole number, at least 0"
+        )
     for key in (*tensors, "master"):
-        if key in saved and tuple(saved[key].shape) != tuple(param.shape):
+        value = saved.get(key)
+        if value is None:  # of momentum that has not begun
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise StateError(f"{key} of {param.name!r} is a {type(value).__name__}, not a tensor")
+        if tuple(value.shape) != tuple(param.shape):
             raise StateError(
-                f"{key} of {param.name!r} has shape {tuple(saved[key].shape)}, the parameter has "
+                f"{key} of {param.name!r} has shape {tuple(value.shape)}, the parameter has "
                 f"{tuple(param.shape)}"
             )
+
+
+def _counts(step: Any) -> bool:
+    try:
+        number = float(step)
+    except (TypeError, ValueError):
+        return False
+    return number >= 0 and number.is_integer()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -49,28 +50,36 @@ class SGD(TieredOptimizer):
             "nesterov": nesterov,
             "maximize": maximize,
         }
-        self._keeps_momentum: bool | None = None  # None: not decided yet
+        params = cast("ParamsT", list(params))
+        given = [group for group in params if isinstance(group, dict)]
+        self._keeps_momentum = any(g.get("momentum") for g in (defaults, *given))
+        self._begun: set[ShardedParam] = set()  # whose buffer has had a gradient
         super().__init__(params, defaults, runtime=runtime)
 
     @classmethod
     def states_of(cls, **options: Any) -> StatePlan:
         """What it keeps, for ``tiermem.shard(..., states=...)``: with ``momentum=0.9``, for example, an
         fp32 buffer."""
+        cls.check_options(options)
         return sgd_states if options.get("momentum") else master_states
 
     def _make_rule(self, config: TierConfig) -> UpdateRule:
-        groups = (self.defaults, *self.param_groups)
-        self._keeps_momentum = any(group["momentum"] for group in groups)
         return SGDRule(config, momentum=self._keeps_momentum)
 
-    def _check_options(self, options: Mapping[str, Any]) -> None:
+    @staticmethod
+    def check_options(options: Mapping[str, Any]) -> None:
+        """Raises `ConfigError` for arguments that cannot work."""
         check_numbers(options, ("lr", "momentum", "weight_decay"))
-        if options["nesterov"] and (options["momentum"] == 0 or options["dampening"] != 0):
+        momentum, dampening = options.get("momentum", 0), options.get("dampening", 0)
+        if options.get("nesterov") and (momentum == 0 or dampening != 0):
             raise ConfigError(
-                f"nesterov=True with momentum {options['momentum']} and dampening "
-                f"{options['dampening']}; it needs a momentum above 0 and no dampening"
+                f"nesterov=True with momentum {momentum} and dampening {dampening}; it needs a "
+                f"momentum above 0 and no dampening"
             )
-        if options["momentum"] and self._keeps_momentum is False:
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        self.check_options(options)
+        if options["momentum"] and not self._keeps_momentum:
             raise ConfigError(
                 f"momentum is {options['momentum']}, but this optimizer was made without, and keeps no "
                 f"buffer for it. Remedy: momentum in SGD(...) itself, or an optimizer of their own for "
@@ -87,13 +96,24 @@ class SGD(TieredOptimizer):
             dampening=float(options["dampening"]),
             weight_decay=float(options["weight_decay"]),
             nesterov=bool(options["nesterov"]),
-            first=param.steps == 1,
+            first=param not in self._begun,
             grad_scale=sign * scale,
         )
+
+    def _same(self, param: ShardedParam, options: Mapping[str, Any], used: SGDStep) -> bool:
+        return replace(self._hyper(param, options, 1.0), first=used.first) == used
+
+    def _counted(self, param: ShardedParam, hyper: SGDStep) -> SGDStep:
+        if hyper.momentum:
+            self._begun.add(param)
+        return hyper
 
     def _load_scalars(self, param: ShardedParam, saved: Mapping[str, Any] | None) -> None:
         # torch saves no step: a parameter that has a state was updated
         param.steps = 0 if saved is None else int(saved.get("step", 1))
+        self._begun.discard(param)
+        if saved is not None and saved.get("momentum_buffer") is not None:
+            self._begun.add(param)
 
     @property
     def _number_keys(self) -> tuple[str, ...]:

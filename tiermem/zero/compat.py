@@ -89,6 +89,13 @@ def state_dict_hooks(optimizer: torch.optim.Optimizer, when: str) -> list[Callab
     return list(getattr(optimizer, _STATE_HOOKS[when]).values())
 
 
+def step_hooks(optimizer: torch.optim.Optimizer, when: str) -> list[Callable[..., Any]]:
+    """What ``register_step_pre_hook`` (``when``: ``before``) and ``register_step_post_hook``
+    (``after``) were given, in the order to call them."""
+    hooks = {"before": "_optimizer_step_pre_hooks", "after": "_optimizer_step_post_hooks"}
+    return list(getattr(optimizer, hooks[when]).values())
+
+
 def caller_frame(depth: int = 2) -> FrameType:
     """The Python frame ``depth`` levels up."""
     return sys._getframe(depth)
