@@ -7,6 +7,7 @@ asynchronously. Names are loaded when they are first used, so that ``tiermem.io`
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -114,7 +115,12 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"tiermem.{name}")
     if name in __all__:  # what has no home here is one of the names of tiermem.zero
         return getattr(importlib.import_module(_HOMES.get(name, "tiermem.zero")), name)
-    raise AttributeError(f"module 'tiermem' has no attribute {name!r}")
+    if name == "__version__":
+        return importlib.metadata.version("tiermem")
+    raise AttributeError(
+        f"module 'tiermem' has no attribute {name!r}; of DeepSpeed's names those of its engine, "
+        f"deepspeed.zero and deepspeed.utils are tiermem's own: {', '.join(__all__)}"
+    )
 
 
 def __dir__() -> list[str]:

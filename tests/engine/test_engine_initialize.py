@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import logging
 import subprocess
@@ -240,3 +241,94 @@ def test_what_the_configuration_does_is_said(caplog: pytest.LogCaptureFixture) -
         pass
     assert "wall_clock_breakdown: true has no effect here" in caplog.text
     assert 'optimizer.type acts as "AdamW"' in caplog.text
+
+
+def test_a_frozen_model_needs_no_schedule() -> None:
+    """One configuration for a policy and its reference."""
+    both = config(scheduler={"type": "WarmupLR", "params": {}})
+    with engine_of(both, make_net().requires_grad_(False)) as engine:
+        assert engine.optimizer is engine.lr_scheduler is None
+        engine(batch(0))
+
+
+def _adamw(**params: Any) -> dict[str, Any]:
+    return config(optimizer={"type": "AdamW", "params": params})
+
+
+def _of_another() -> Any:
+    return torch.optim.lr_scheduler.StepLR(torch.optim.SGD([nn.Parameter(torch.ones(1))]), 1)
+
+
+NESTEROV = config(optimizer={"type": "SGD", "params": {"nesterov": True}})
+THREE_RATES = config(scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": [1, 2, 3]}})
+NO_OPTIMIZER = config(optimizer=None, scheduler={"type": "WarmupLR", "params": {}})
+BF16_SUMS = config(data_types={"grad_accum_dtype": "bf16"})
+UNTOUCHED: list[tuple[dict[str, Any], type, str]] = [
+    ({"config": _adamw(betas=[0.9, 1.0])}, ConfigError, "below 1"),
+    ({"config": NESTEROV}, ConfigError, "nesterov"),
+    ({"config": THREE_RATES}, ConfigError, "warmup_max_lr"),
+    ({"config": NO_OPTIMIZER}, StateError, "schedule and no optimizer"),
+    ({"config": BF16_SUMS}, ConfigError, "grad_accum_dtype is 'bf16'"),
+    ({"model_parameters": [nn.Parameter(torch.ones(1))]}, StateError, "not a parameter of"),
+    ({"training_data": 5}, TypeError, "int"),
+    ({"lr_scheduler": _of_another()}, StateError, "StepLR of another optimizer than the one given"),
+]
+
+
+@pytest.mark.parametrize(("given", "error", "message"), UNTOUCHED)
+def test_what_can_be_found_is_found_before_the_model_is_touched(
+    given: dict[str, Any], error: type, message: str
+) -> None:
+    model = make_net()
+    with pytest.raises(error, match=message):
+        tiermem.initialize(**{"model": model, "config": config(), **given})
+    with engine_of(config(), model) as engine:  # as it was
+        micro_step(engine, 0)
+
+
+def test_a_class_of_schedules() -> None:
+    with engine_of(config(), lr_scheduler=torch.optim.lr_scheduler.ConstantLR) as engine:
+        micro_step(engine, 0)
+        assert isinstance(engine.lr_scheduler, torch.optim.lr_scheduler.ConstantLR)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "block", "expected"),
+    [
+        (torch.float16, {}, (True, False)),
+        (torch.bfloat16, {}, (False, True)),
+        (torch.float32, {"bf16": {"enabled": True}}, (False, True)),
+        (torch.bfloat16, {"bf16": {"enabled": False}}, (False, False)),
+    ],
+)
+def test_precision_is_that_of_the_parameters(
+    dtype: Any, block: Any, expected: tuple[bool, bool]
+) -> None:
+    with engine_of(config(**block), make_net(dtype=dtype)) as engine:
+        assert (engine.fp16_enabled(), engine.bfloat16_enabled()) == expected
+        assert (engine.loss_scale > 1) == expected[0]
+
+
+def test_what_was_saved_goes_on_with_its_schedule() -> None:
+    """As README says."""
+    both = config(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 10}})
+    with engine_of(both) as first:
+        for step in range(3):
+            micro_step(first, step)
+        state = copy.deepcopy(
+            {
+                "model": first.module.state_dict(),
+                "optimizer": copy.deepcopy(first.optimizer.state_dict()),
+                "schedule": first.lr_scheduler.state_dict(),
+                "steps": first.global_steps,
+            }
+        )
+        expected = [micro_step(first, step) for step in range(3, 6)]
+    with engine_of(both, make_net(1)) as second:
+        second.module.load_state_dict(state["model"])
+        second.optimizer.load_state_dict(state["optimizer"])
+        second.lr_scheduler.load_state_dict(state["schedule"])
+        second.global_steps = state["steps"]
+        assert [micro_step(second, step) for step in range(3, 6)] == expected
+        assert second.global_steps == 6
+        assert second.get_lr() == first.get_lr()

@@ -11,6 +11,7 @@ from ranks import run_ranks
 from torch.utils.data import TensorDataset
 
 import tiermem
+import tiermem.engine.loader
 from tiermem.errors import ConfigError
 
 
@@ -93,3 +94,17 @@ def test_batch_sizes_that_do_not_fit_the_ranks() -> None:
         assert "2 ranks" in message
         assert "train_batch_size 4" in message
         assert "train_micro_batch_size_per_gpu 2" in message
+
+
+def test_a_pass_may_be_taken_call_by_call() -> None:
+    with_next, with_for = [
+        tiermem.engine.loader.EpochLoader(
+            TensorDataset(torch.arange(8)), 4, rank=0, world_size=1, drop_last=False
+        )
+        for _ in range(2)
+    ]
+    taken = [next(with_next)[0].tolist() for _ in range(2)]
+    with pytest.raises(StopIteration):
+        next(with_next)
+    assert taken == [each[0].tolist() for each in with_for]
+    assert next(with_next)[0].tolist() == next(iter(with_for))[0].tolist()  # the second pass

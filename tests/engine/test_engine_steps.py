@@ -168,3 +168,20 @@ def test_attributes_of_the_model_show_through() -> None:
             assert engine(batch(0)).shape == (4, 64)
         engine.train()
         micro_step(engine, 0)
+
+
+def test_a_schedule_that_raises_does_not_shift_the_boundaries() -> None:
+    def plateau(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+    with engine_of(config(gradient_accumulation_steps=2), lr_scheduler=plateau) as engine:
+        micro_step(engine, 0)
+        with pytest.raises(TypeError, match="metrics"):
+            micro_step(engine, 1)
+        micro_step(engine, 2)
+        assert (engine.global_steps, engine.micro_steps) == (1, 3)
+        engine.backward(loss_of(engine, 3))
+        engine.step(lr_kwargs={"metrics": 1.0})
+        assert engine.global_steps == 2
+        engine.set_lr(0.5)
+        assert engine.get_lr() == [0.5]

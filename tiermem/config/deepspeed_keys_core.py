@@ -84,7 +84,7 @@ _BATCH = (
         None,
         Role.ACTS,
         "steps between two lines of progress",
-        "kept for the engine (`steps_per_print`); 0 or left out, no lines",
+        "the engine logs a line (level INFO); 0, Infinity or left out, no lines",
         auto="no lines",
         example=100,
         infinite=0,

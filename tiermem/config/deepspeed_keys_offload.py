@@ -38,7 +38,8 @@ OFFLOAD_PARAM = (
         None,
         Role.ACTS,
         "directory on a drive",
-        "`paths`; a list of directories, one per drive, works too. Two blocks' paths are put together",
+        "`paths`: a directory that exists, or a list of them, one per drive. Two blocks' paths are put "
+        "together",
         no_auto="give a directory",
         example="/local_nvme",
         stage3=True,

@@ -18,11 +18,13 @@ from tiermem.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 
-def load_config(source: TierConfig | Mapping[str, Any] | str | Path) -> TierConfig:
+def load_config(
+    source: TierConfig | Mapping[str, Any] | str | Path, *, silent: bool = False
+) -> TierConfig:
     """A checked configuration from itself, a mapping, or the path of a JSON file.
 
     A mapping in DeepSpeed's vocabulary is translated (`read_deepspeed`); what is to be said about it is
-    logged. Raises `ConfigError` that lists every problem.
+    logged, unless ``silent``. Raises `ConfigError` that lists every problem.
     """
     if isinstance(source, TierConfig):
         return source
@@ -32,7 +34,7 @@ def load_config(source: TierConfig | Mapping[str, Any] | str | Path) -> TierConf
         raise ConfigError(f"a configuration is a mapping, a path or a TierConfig, not {source!r}")
     if is_deepspeed(source):
         tier, notes = for_runtime(source)
-        for note in notes:
+        for note in () if silent else notes:
             logger.warning("DeepSpeed configuration: %s", note)
         return tier
     try:

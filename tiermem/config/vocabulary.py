@@ -27,7 +27,8 @@ def refuse_mixture(source: Mapping[str, Any]) -> None:
     if ours and theirs:
         raise ConfigError(
             f"a configuration has tiermem's keys ({', '.join(ours)}) or DeepSpeed's "
-            f"({', '.join(theirs)}), not both; take out those of one kind"
+            f"({', '.join(theirs)}), not both; in DeepSpeed's file tiermem's own keys are in the block "
+            f'"tiermem": {{"tiermem": {{"{ours[0]}": ...}}}}'
         )
 
 

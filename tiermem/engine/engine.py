@@ -35,9 +35,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LATER = {
-    "save_checkpoint": "torch.save({'model': engine.module.state_dict(), 'optimizer': "
-    "copy.deepcopy(engine.optimizer.state_dict())}, path), looked at on all ranks",
-    "load_checkpoint": "engine.module.load_state_dict(...) and engine.optimizer.load_state_dict(...)",
+    "save_checkpoint": "on all ranks state = {'model': engine.module.state_dict(), 'optimizer': "
+    "copy.deepcopy(engine.optimizer.state_dict()), 'schedule': engine.lr_scheduler.state_dict(), "
+    "'steps': engine.global_steps}, and on the first torch.save(state, path)",
+    "load_checkpoint": "on all ranks load_state_dict of engine.module, engine.optimizer and "
+    "engine.lr_scheduler, and engine.global_steps = ...",
     "save_16bit_model": "state = engine.module.state_dict() on all ranks, torch.save on the first",
 }
 """What DeepSpeed's engine has and this one does not, and what to do instead."""
@@ -109,10 +111,10 @@ class Engine(nn.Module):
         optimizer = self._optimizer_for("step")
         boundary = self.is_gradient_accumulation_boundary()
         self._applied = False
+        self.micro_steps += 1  # also if what follows raises: the micro-step is over
+        self.global_samples += self.train_micro_batch_size_per_gpu() * self.settings.world_size
         if boundary:
             self._take_step(optimizer, lr_kwargs or {})
-        self.micro_steps += 1
-        self.global_samples += self.train_micro_batch_size_per_gpu() * self.settings.world_size
 
     def _take_step(self, optimizer: TieredOptimizer, lr_kwargs: dict[str, Any]) -> None:
         if self.settings.gradient_clipping > 0:
@@ -204,6 +206,11 @@ class Engine(nn.Module):
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return [float(group["lr"]) for group in groups]
 
+    def set_lr(self, lr: float) -> None:
+        """Sets the learning rate of every parameter group."""
+        for group in self._optimizer_for("set_lr").param_groups:
+            group["lr"] = lr
+
     def get_mom(self) -> list[Any]:
         """``betas`` or ``momentum`` of each parameter group."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
@@ -260,7 +267,11 @@ class Engine(nn.Module):
                 raise
         if name in _LATER:
             raise AttributeError(f"engine.{name} is not built yet. Until then: {_LATER[name]}")
-        return getattr(self.module, name)
+        try:
+            return getattr(self.module, name)
+        except AttributeError:
+            model = type(self.module).__name__
+            raise AttributeError(f"neither the engine nor its {model} has {name!r}") from None
 
     # ---- the end
 

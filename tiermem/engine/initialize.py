@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from tiermem.engine.engine import Engine
 from tiermem.engine.loader import EpochLoader
 from tiermem.engine.parameters import Replacement, listed
 from tiermem.engine.schedules import make_schedule
-from tiermem.engine.settings import on_device, settings_of
+from tiermem.engine.settings import on_device, rank_in, settings_of
 from tiermem.errors import ConfigError, StateError
 from tiermem.optim import TieredOptimizer
 from tiermem.zero.leaf_modules import set_z3_leaf_module, set_z3_leaf_modules
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_SPELLED = {"fp32": "fp32", "float": "fp32", "fp16": "fp16", "bf16": "bf16", "bfp16": "bf16"}
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -97,34 +98,37 @@ def initialize(
             logger.warning("DeepSpeed configuration: %s", note)
         for key, value in read.effective.items():
             logger.info("%s acts as %s", key, value)
-    settings = settings_of(read, mesh)
+    precision = read.precision or _precision(model) if runtime is None else _of_runtime(runtime, model)
+    settings = settings_of(read, mesh, precision)
     parameters = None if model_parameters is None else listed(model_parameters)
-    job = _Job(model, read, optimizer, parameters, Replacement(model))
-    job.check()
+    job = _Job(model, read, optimizer, parameters, Replacement(model), lr_scheduler)
+    job.check(precision)
+    loader = None
+    if training_data is not None:
+        loader = EpochLoader(
+            training_data,
+            settings.micro_batch_size,
+            rank=rank_in(mesh),
+            world_size=settings.world_size,
+            drop_last=read.drop_last,
+            collate_fn=collate_fn,
+        )
     own = runtime is None
     if runtime is None:
         batch = read.batch.resolve(settings.world_size)
-        tier = read.tier_for(batch, model_precision=_precision(model))
+        tier = read.tier_for(batch, model_precision=precision)
         runtime = Runtime(on_device(tier, device_of(tier).type))
     try:
         job.shard(runtime, mesh, wrap)
         made = job.optimizer(runtime)
-        schedule = _schedule(lr_scheduler, read, made)
+        schedule = job.schedule(made)
     except BaseException as error:
         if own:
             runtime.__exit__(type(error), error, error.__traceback__)
         raise
     engine = Engine(model, runtime, settings, made, schedule, owns_runtime=own)
-    if training_data is not None:
-        engine.training_dataloader = EpochLoader(
-            training_data,
-            settings.micro_batch_size,
-            rank=mesh.get_local_rank() if mesh is not None else engine.global_rank,
-            world_size=settings.world_size,
-            drop_last=read.drop_last,
-            collate_fn=collate_fn,
-        )
-    return engine, made, engine.training_dataloader, schedule
+    engine.training_dataloader = loader
+    return engine, made, loader, schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +140,72 @@ class _Job:
     given: Optimizer | Callable[[list[Any]], Optimizer] | None
     parameters: list[Any] | None
     replacement: Replacement
+    given_schedule: LRScheduler | Callable[[Optimizer], LRScheduler] | None
 
-    def check(self) -> None:
+    def check(self, precision: str | None) -> None:
         """Finds what can be found before the model is touched. Raises `ConfigError`, `StateError`."""
         plan_states(self.given, self.config)
         self.replacement.check(self.parameters or ())
         if isinstance(self.given, Optimizer):
             self.replacement.check(self.given.param_groups)
+        self._check_schedule()
+        for key in ("communication_data_type", "data_types.grad_accum_dtype"):
+            if key in self.config.effective:
+                asked = self.config.effective[key].given
+                if _SPELLED.get(str(asked).lower(), precision) not in ("fp32", precision):
+                    raise ConfigError(
+                        f"{key} is {asked!r}, and the model's parameters are {precision}: it must be "
+                        f"fp32 or the same as they are"
+                    )
+
+    def _check_schedule(self) -> None:
+        block, given = self.config.scheduler, self.given_schedule
+        if given is None and (block is None or not self._trainable):
+            return
+        if not self._trainable or (self.given is None and self.config.optimizer is None):
+            raise StateError(
+                "there is a learning rate schedule and no optimizer. Remedy: an 'optimizer' block in "
+                "the configuration, or initialize(optimizer=...), and trainable parameters in the model"
+            )
+        if given is None:
+            assert block is not None
+            make_schedule(block.type, block.params, self._stand_in())
+        of = getattr(given, "optimizer", None)
+        if not isinstance(given, type) and isinstance(of, Optimizer) and of is not self.given:
+            raise StateError(
+                f"lr_scheduler= is a {type(given).__name__} of another optimizer than the one given, "
+                f"and would have no effect. Remedy: initialize(optimizer=...) with the one that it was "
+                f"made for, or lr_scheduler=lambda optimizer: {type(given).__name__}(optimizer, ...)"
+            )
+
+    @property
+    def _trainable(self) -> bool:
+        return any(p.requires_grad for p in self.model.parameters())
+
+    def _stand_in(self) -> Optimizer:
+        """An optimizer with as many groups as the real one will have, to try a schedule on."""
+        if isinstance(self.given, Optimizer):
+            groups: list[Any] = self.given.param_groups
+        else:
+            groups = [g for g in self.parameters or () if isinstance(g, dict)] or [{}]
+        betas = {"betas": (0.9, 0.999), "lr": 1e-3}
+        shown = [{k: g[k] for k in ("lr", "betas") if k in g} for g in groups]
+        leaves = [torch.zeros(1, requires_grad=True) for _ in groups]
+        return torch.optim.AdamW(
+            [{**betas, **g, "params": [leaf]} for g, leaf in zip(shown, leaves, strict=True)]
+        )
+
+    def schedule(self, optimizer: TieredOptimizer | None) -> LRScheduler | None:
+        """The learning rate schedule of the optimizer that was made."""
+        given, block = self.given_schedule, self.config.scheduler
+        if optimizer is None or (given is None and block is None):
+            return None
+        if given is None:
+            assert block is not None
+            return make_schedule(block.type, block.params, optimizer)
+        if isinstance(given, type) or not hasattr(given, "step"):
+            return cast("Callable[[Optimizer], LRScheduler]", given)(optimizer)
+        return cast("LRScheduler", given)
 
     def shard(self, runtime: Runtime, mesh: DeviceMesh | None, wrap: Any) -> None:
         """Shards the model. What the user gave refers to its parameters: no reason for a warning."""
@@ -198,6 +261,11 @@ def _source(args: Any, *given: Mapping[str, Any] | str | Path | None) -> Mapping
     return sources[0]
 
 
+def _of_runtime(runtime: Runtime, model: nn.Module) -> str | None:
+    """What parameters of ``model`` are on a runtime that is there."""
+    return runtime.config.compute_dtype or _precision(model)
+
+
 def _precision(model: nn.Module) -> str | None:
     """What the model's parameters are, if all are alike."""
     dtypes = {p.dtype for p in model.parameters() if p.dtype.is_floating_point}
@@ -222,18 +290,3 @@ def _mark_leaves(model: nn.Module, leaves: LeafModules) -> None:
             )
         for module in found:
             set_z3_leaf_module(module, True)
-
-
-def _schedule(given: Any, config: DeepSpeedConfig, optimizer: TieredOptimizer | None) -> Any:
-    if given is None and config.scheduler is None:
-        return None
-    if optimizer is None:
-        raise StateError(
-            "there is a learning rate schedule and no optimizer. Remedy: an 'optimizer' block in the "
-            "configuration, or initialize(optimizer=...)"
-        )
-    if given is None:
-        assert config.scheduler is not None
-        return make_schedule(config.scheduler.type, config.scheduler.params, optimizer)
-    is_scheduler = isinstance(given, torch.optim.lr_scheduler.LRScheduler) or hasattr(given, "step")
-    return given if is_scheduler else given(optimizer)

@@ -28,6 +28,7 @@ class EpochLoader:
         if not isinstance(dataset, IterableDataset):
             self._sampler = DistributedSampler(dataset, world_size, rank)
         self._epoch = 0
+        self._pass: Iterator[Any] | None = None
         self.loader: DataLoader[Any] = DataLoader(
             dataset, batch_size, sampler=self._sampler, collate_fn=collate_fn, drop_last=drop_last
         )
@@ -37,6 +38,16 @@ class EpochLoader:
             self._sampler.set_epoch(self._epoch)
         self._epoch += 1
         return iter(self.loader)
+
+    def __next__(self) -> Any:
+        """The next batch of a pass that goes on from call to call, for loops without ``for``."""
+        if self._pass is None:
+            self._pass = iter(self)
+        try:
+            return next(self._pass)
+        except StopIteration:
+            self._pass = None
+            raise
 
     def __len__(self) -> int:
         return len(self.loader)

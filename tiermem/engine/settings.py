@@ -25,12 +25,12 @@ class Settings:
     local_rank: int
     gradient_clipping: float  # 0: none
     steps_per_print: int | None
-    precision: str | None  # "bf16", "fp16", "fp32"; None: the model's own
+    precision: str | None  # of the parameters: "bf16", "fp16", "fp32"; None: of several kinds
 
 
-def settings_of(config: DeepSpeedConfig, mesh: DeviceMesh | None) -> Settings:
-    """``config`` on the ranks of ``mesh`` (None: all ranks). Raises `ConfigError` if batch sizes do not
-    fit."""
+def settings_of(config: DeepSpeedConfig, mesh: DeviceMesh | None, precision: str | None) -> Settings:
+    """``config`` on the ranks of ``mesh`` (None: all ranks), with parameters of ``precision``. Raises
+    `ConfigError` if batch sizes do not fit."""
     world_size = mesh.size() if mesh is not None else num_ranks()
     batch = config.batch.resolve(world_size)
     assert batch.train is not None
@@ -44,7 +44,7 @@ def settings_of(config: DeepSpeedConfig, mesh: DeviceMesh | None) -> Settings:
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         gradient_clipping=config.gradient_clipping,
         steps_per_print=config.steps_per_print,
-        precision=config.precision,
+        precision=precision,
     )
 
 
@@ -59,6 +59,13 @@ def on_device(tier: TierConfig, device_type: str) -> TierConfig:
         device_type,
     )
     return tier.model_copy(update={"optimizer": "host"})
+
+
+def rank_in(mesh: DeviceMesh | None) -> int:
+    """This rank's number in ``mesh`` (None: among all ranks)."""
+    if mesh is not None:
+        return mesh.get_local_rank()
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def num_ranks() -> int:

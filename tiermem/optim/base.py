@@ -139,8 +139,9 @@ class TieredOptimizer(torch.optim.Optimizer, ABC):
                     "none of these parameters is sharded. Remedy: tiermem.shard(model, runtime) before "
                     "the optimizer is made, and model.parameters() taken after it (what was collected "
                     "before shard() is not what the model holds now, nor is what fully_shard() or "
-                    "parallelize_module() has put in its place); torch.optim.AdamW for ordinary "
-                    "parameters"
+                    "parallelize_module() has put in its place); with tiermem.initialize, "
+                    f"optimizer=lambda params: tiermem.optim.{type(self).__name__}(params, ...); "
+                    "torch.optim.AdamW for ordinary parameters"
                 )
         return self._runtime
 

@@ -160,7 +160,7 @@ def _directories(config: Source | None, config_dict_or_path: Source | None) -> t
     if config is not None and config_dict_or_path is not None:
         raise ConfigError("config and config_dict_or_path are the same; give one of them")
     source = config if config is not None else config_dict_or_path
-    paths = () if source is None else load_config(source).paths
+    paths = () if source is None else load_config(source, silent=True).paths
     return paths or (Path(tempfile.gettempdir()),)
 
 

@@ -224,14 +224,19 @@ class DeviceRoom:
         assert self.pool is not None
         holders = sorted(self.pool.holders().items(), key=lambda item: -item[1])
         named = ", ".join(f"{name} ({format_bytes(size)})" for name, size in holders[:8])
-        budget = self._runtime.device_plan_budget
+        plan = self._runtime.device_plan
+        budget, states = (plan.budget, plan.states_bytes) if plan is not None else (0, 0)
+        if states:
+            named = f"optimizer states ({format_bytes(states)}), {named}"
+        everything = states + sum(round_up(g.nbytes) for g in self._runtime.groups)
         free, piece = self.pool.room()
         return (
             f"gathering {group.name!r} needs {format_bytes(group.nbytes)}; device_memory is "
             f"{format_bytes(budget)} ({budget} bytes) of which {format_bytes(free)} are free "
             f"({format_bytes(piece)} in one piece), and nothing is being released. Held by: {named}. "
-            f"Remedy: raise device_memory, drop references to parameter views, or gather fewer "
-            f"parameters at once (all units of one checkpointed function are needed together)"
+            f"Remedy: gather fewer parameters at once (all units of one checkpointed function are "
+            f"needed together), drop references to their views, or raise device_memory: {everything} "
+            'holds all (in DeepSpeed\'s configuration {"tiermem": {"device_memory": ...}})'
         )
 
 

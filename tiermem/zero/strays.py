@@ -33,7 +33,8 @@ def warn_of_strays(groups: Mapping[ParamGroup, nn.Module]) -> None:
         warnings.warn(
             f"parameters collected before tiermem.shard() are still referred to elsewhere, where they "
             f"have no values while they are sharded: {_enumerate(names)}. Remedy: take them from the "
-            f"model again afterwards (an optimizer is made after shard())",
+            f"model again afterwards (an optimizer is made after shard()); a single one is often just "
+            f"the variable of a loop over model.parameters(), and does no harm",
             UserWarning,
             stacklevel=3,
         )
