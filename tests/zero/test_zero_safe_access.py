@@ -325,6 +325,12 @@ def states_of_others(rank: int, size: int, kind: str) -> None:
     with tiermem.Runtime({"device": "cpu", "host_memory": "16MiB", "pin_memory": False}) as runtime:
         model = tiermem.shard(nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 32)), runtime)
         optimizer = make(model.parameters())
+        if kind == "Tiered":  # which makes its states in the first update
+            with pytest.raises(StateError, match=r"makes the state of '0\.weight'"):
+                tiermem.safe_set_full_optimizer_state(model[0].weight, torch.ones(96, 64), key)
+            model(torch.ones(1, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
         for step in range(2):
             for param in model.parameters():
                 value = torch.full(param.shape, 0.5 + step)  # the largest of a block is kept exactly
@@ -348,3 +354,47 @@ def states_of_others(rank: int, size: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", MAKERS)
 def test_states_of_every_optimizer(kind: str, size: int) -> None:
     run_ranks(states_of_others, size, kind)
+
+
+def test_momentum_that_is_set_first_is_used() -> None:
+    config = {"device": "cpu", "host_memory": "16MiB", "persistence_threshold_numel": 0}
+    with tiermem.Runtime(config) as runtime:
+        model = tiermem.shard(build(), runtime)
+        optimizer = tiermem.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+        weight = model[0].weight
+        before = full_param(weight)
+        safe_set_full_optimizer_state(weight, torch.ones(weight.shape), "momentum_buffer")
+        safe_set_full_grad(weight, torch.zeros(weight.shape))
+        optimizer.step()
+        assert torch.equal(full_param(weight), before - 0.5)
+
+
+def test_a_gradient_that_is_set_needs_no_scaled_loss() -> None:
+    config = {"device": "cpu", "host_memory": "16MiB", "compute_dtype": "fp16"}
+    with tiermem.Runtime(config) as runtime:
+        model = tiermem.shard(build(), runtime)
+        optimizer = tiermem.optim.SGD(model.parameters(), lr=1.0)
+        before = safe_get_full_fp32_param(model[0].weight)
+        assert before is not None
+        safe_set_full_grad(model[0].weight, torch.full((96, 64), 0.25))
+        optimizer.step()
+        after = safe_get_full_fp32_param(model[0].weight)
+        assert after is not None
+        assert torch.equal(after, before - 0.25)
+
+
+@pytest.mark.parametrize("value", [None, 0.5, torch.zeros(96, 64, dtype=torch.complex64)])
+def test_what_is_no_tensor_of_real_numbers(value: Any) -> None:
+    with tiermem.Runtime({"device": "cpu", "host_memory": "16MiB"}) as runtime:
+        model = tiermem.shard(build(), runtime)
+        tiermem.optim.AdamW(model.parameters())
+        weight = model[0].weight
+        for call in (
+            lambda: safe_set_full_fp32_param(weight, value),
+            lambda: safe_set_full_grad(weight, value),
+            lambda: safe_set_full_optimizer_state(weight, value, "exp_avg"),
+        ):
+            with pytest.raises(StateError, match="a tensor of real numbers, not"):
+                call()
+        with pytest.raises(StateError, match="is not a sharded parameter"):
+            full_param(value)

@@ -247,6 +247,15 @@ class TieredOptimizer(torch.optim.Optimizer, ABC):
             for param in group.params:
                 param.real.grad = None
 
+    def state_comes(self, param: ShardedParam) -> None:
+        """A state of ``param`` is about to be set from outside. Raises `StateError` if it has none yet
+        that could be."""
+        del param
+
+    def gradients_come(self) -> None:
+        """Gradients are set from outside, as those of scaled losses."""
+        self._control.gradients_come()
+
     # ---- all gradients together
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:

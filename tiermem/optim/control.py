@@ -45,6 +45,11 @@ class StepControl:
             self.scaler = LossScaler(runtime.config.fp16 or LossScaleConfig())
             runtime.updates.figures.loss_scale = self.scaler.scale
 
+    def gradients_come(self) -> None:
+        """They are those of scaled losses, though no loss was scaled here."""
+        if self.scaler is not None:
+            self.scaler.note_used()
+
     def grad_norm(self) -> float:
         """See `TieredOptimizer.grad_norm`."""
         runtime = self._optimizer.runtime

@@ -92,6 +92,13 @@ class Tiered(TieredOptimizer):
         self._numbers[param] = after
         return replace(hyper, after=after)
 
+    def state_comes(self, param: ShardedParam) -> None:
+        if param not in self._numbers:
+            raise StateError(
+                f"{self._wrapped.name} makes the state of {param.name!r} in its first update. Remedy: "
+                f"set it after that, or load a state_dict"
+            )
+
     def _scalars(self, param: ShardedParam) -> dict[str, Any]:
         return self._numbers.get(param, {})
 

@@ -41,6 +41,10 @@ class LossScaler:
         self._used = True
         return (loss if loss.dtype == torch.float64 else loss.float()) * self.scale
 
+    def note_used(self) -> None:
+        """Gradients come that have the scale."""
+        self._used = True
+
     def check_used(self) -> None:
         """Before gradients are used. Raises `StateError` if they cannot be those of a scaled loss."""
         if self.dynamic and not self._used:

@@ -108,6 +108,9 @@ class SGD(TieredOptimizer):
             self._begun.add(param)
         return hyper
 
+    def state_comes(self, param: ShardedParam) -> None:
+        self._begun.add(param)
+
     def _load_scalars(self, param: ShardedParam, saved: Mapping[str, Any] | None) -> None:
         # torch saves no step: a parameter that has a state was updated
         param.steps = 0 if saved is None else int(saved.get("step", 1))

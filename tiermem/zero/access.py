@@ -30,8 +30,9 @@ def handle_of(param: torch.Tensor) -> ShardedParam:
     handle = find_handle(param)
     if handle is not None:
         return handle
+    shape = f" of shape {tuple(param.shape)}" if isinstance(param, torch.Tensor) else ""
     raise StateError(
-        f"a {type(param).__name__} of shape {tuple(param.shape)} is not a sharded parameter. Remedy: "
+        f"a {type(param).__name__}{shape} is not a sharded parameter. Remedy: "
         f"take it from model.parameters() outside of the model's forward"
     )
 
@@ -41,11 +42,13 @@ def gathered(params: Iterable[torch.Tensor] | torch.Tensor, *, modify: bool = Fa
     """Inside the block the groups of ``params`` are unsharded: their modules' attributes are the
     real parameters, and ``.data`` of the given ones works.
 
-    Ordinary in-place writes are noticed by themselves; ``modify=True`` is for writes that torch does
-    not count (through ``.data``, numpy or pointers): everything is then written back, and masters are
-    rebuilt from the parameters. Over several ranks all of them enter it alike, and write the same: each
-    keeps its own shard of what it has written. Raises `BudgetError` if the groups do not fit device
-    memory at once.
+    Ordinary in-place writes, and data that are replaced, are noticed by themselves; ``modify=True`` is
+    for writes that torch does not count (through ``.data``, numpy or pointers): everything is then
+    written back, and masters are rebuilt from the parameters. ``requires_grad`` and ``grad`` that are
+    set inside count from the end of the block on; gradients that have left for their tier do not show
+    inside, so the model's ``zero_grad()`` is for outside (the optimizer's works everywhere). Over
+    several ranks all of them enter it alike, and write the same: each keeps its own shard of what it
+    has written. Raises `BudgetError` if the groups do not fit device memory at once.
     """
     given = [params] if isinstance(params, torch.Tensor) else list(params)
     groups: dict[ParamGroup, None] = {}

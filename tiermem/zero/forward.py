@@ -239,8 +239,20 @@ class ForwardTracker:
                 yield
             finally:
                 self.gathered_depth -= 1
+                self._adopt(groups)
         finally:
             self._end_use(use, modified=modify)
+        for group in groups:
+            for param in group.params:
+                param.follow_real()
+
+    @uninterrupted
+    def _adopt(self, groups: Sequence[ParamGroup]) -> None:
+        """What a block has put in place of parameters' data counts as written."""
+        with torch.inference_mode(False), torch.no_grad():
+            for group in groups:
+                if group.unsharded and group.lease is not None and not group.unsettled:
+                    group.written.update(dict.fromkeys(group.adopt_replaced()))
 
     @uninterrupted
     def _begin_use(self, use: _Use, *, pack: bool = False) -> None:

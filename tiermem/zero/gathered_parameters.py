@@ -18,10 +18,11 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tiermem.comm import MAX_INDEX, Exchange, Kind, Message
-from tiermem.errors import ConfigError, StateError
+from tiermem.errors import ConfigError
 from tiermem.zero.access import find_handle
 from tiermem.zero.group import ParamGroup
 from tiermem.zero.param import ShardedParam
@@ -135,7 +136,7 @@ def _keeping_those_of(rank: int, runtime: Runtime, groups: Sequence[ParamGroup])
                 _count(groups, -1)
                 here = list(filter(_is_here, groups))
                 for group in here:
-                    _adopt_replaced(group)
+                    group.adopt_replaced()
                 _send(rank, runtime, here)
                 for group in here:
                     changed = [param for param in group.params if _digest(param) != before[param]]
@@ -162,22 +163,6 @@ def _is_here(group: ParamGroup) -> bool:
     return group.unsharded and group.lease is not None
 
 
-def _adopt_replaced(group: ParamGroup) -> None:
-    """Values of real parameters whose ``.data`` was replaced go to the lease. Raises `StateError` if
-    they do not fit."""
-    for param in group.params:
-        view, real = _view(param), param.inner
-        if real.data_ptr() != view.data_ptr():
-            if real.shape != param.spec.shape or real.dtype != param.spec.dtype:
-                raise StateError(
-                    f"the data of {param.name!r} were replaced by others of shape {tuple(real.shape)} "
-                    f"and {real.dtype}; a sharded parameter stays {tuple(param.spec.shape)}, "
-                    f"{param.spec.dtype}"
-                )
-            view.as_strided(param.spec.shape, param.spec.stride).copy_(real)
-    group.attach()
-
-
 def _send(rank: int, runtime: Runtime, groups: Sequence[ParamGroup]) -> None:
     """The values of ``rank`` on all ranks, whole groups."""
     runtime.gather.shares.start_owed()
@@ -198,12 +183,14 @@ def _send(rank: int, runtime: Runtime, groups: Sequence[ParamGroup]) -> None:
 def _position(group: ParamGroup, rank: int) -> int:
     """Which of those that share the group is ``rank`` of the default group. Raises `ConfigError`."""
     names = group.sharing.comm.names
-    if len(names) == 1:  # nothing is sent
+    everybody = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if len(names) == 1 and type(rank) is int and 0 <= rank < everybody:  # nothing is sent
         return 0
-    found = [at for at, name in names.items() if name == f"rank {rank}"]
+    found = [at for at, name in names.items() if type(rank) is int and name == f"rank {rank}"]
     if not found:
         raise ConfigError(
-            f"modifier_rank is {rank}, but {group.name!r} is shared by {', '.join(names.values())} only"
+            f"modifier_rank is {rank!r}, but {group.name!r} is shared by "
+            f"{', '.join(names.values())} only"
         )
     return found[0]
 

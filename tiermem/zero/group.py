@@ -271,6 +271,27 @@ class ParamGroup:
                     param.inner.data = absent(param.spec, param.inner.device)
         return complete
 
+    def adopt_replaced(self) -> list[ShardedParam]:
+        """Values of real parameters whose ``.data`` was replaced go to the lease; these parameters.
+        Raises `StateError` if they do not fit."""
+        replaced = []
+        for param in self.params:
+            segment, real = param.segment, param.inner
+            view = self.region_view(self.regions[segment.region])[segment.start : segment.stop]
+            if real.data_ptr() == view.data_ptr():
+                continue
+            if real.shape != param.spec.shape or real.dtype != param.spec.dtype:
+                raise StateError(
+                    f"the data of {param.name!r} were replaced by others of shape {tuple(real.shape)} "
+                    f"and {real.dtype}; a sharded parameter stays {tuple(param.spec.shape)}, "
+                    f"{param.spec.dtype}"
+                )
+            view.as_strided(param.spec.shape, param.spec.stride).copy_(real)
+            replaced.append(param)
+        if replaced:
+            self.attach()
+        return replaced
+
     def swap_in(self) -> None:
         self.attach()
         for param in self.params:

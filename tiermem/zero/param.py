@@ -77,6 +77,9 @@ class ShardedParam:
         self._hooks: Any = None
         self._references = sys.maxsize
         self.placeholder = (Placeholder if self.split is None else SplitPlaceholder)(self)
+        for key, value in vars(real).items():  # what the model's code has noted on its parameters
+            if self.split is None and not isinstance(value, torch.Tensor):
+                vars(self.placeholder).setdefault(key, value)
 
     @property
     def segment(self) -> Segment:
@@ -239,6 +242,15 @@ class ShardedParam:
             torch.Tensor.requires_grad_(self.placeholder, value)
         if self._hooks is None:
             self.listen()
+
+    def follow_real(self) -> None:
+        """After a block in which users had the real parameter: whether it is to have gradients, and a
+        gradient that was assigned to it, count for the placeholder too."""
+        if self.real.requires_grad != self.placeholder.requires_grad:
+            self.set_requires_grad(self.real.requires_grad)
+        if self.real.grad is not None:
+            gradient, self.real.grad = self.real.grad, None
+            self.set_grad(gradient)
 
     def add_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
         handle = self.real.register_post_accumulate_grad_hook(hook)

@@ -35,6 +35,10 @@ class _Optimizer(Protocol):
     @property
     def rule(self) -> UpdateRule: ...
 
+    def state_comes(self, param: ShardedParam) -> None: ...
+
+    def gradients_come(self) -> None: ...
+
     @property
     def state(self) -> Mapping[torch.Tensor, Mapping[str, Any]]: ...
 
@@ -52,6 +56,7 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
 
 def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """Sets the parameter's master, and the parameter with it, to ``value`` of its shape."""
+    _check_shape(handle_of(param), value, "master")
     set_full_master(param, value)
 
 
@@ -191,9 +196,12 @@ def _find_view(handle: ShardedParam, key: str) -> StateView:
 def _write_state(handle: ShardedParam, key: str, value: torch.Tensor) -> None:
     """Sets a state from ``value``, of the parameter's shape, as far as this rank owns it."""
     view, runtime = _find_view(handle, key), handle.group.runtime
+    optimizer = _optimizer_of(handle)
     with runtime.interrupts:
         runtime.check_usable()
         runtime.gather.apply_pending([handle.group])
+        if optimizer is not None:
+            optimizer.state_comes(handle)
         view.write(runtime, _region_of(handle), handle, value)
 
 
@@ -211,6 +219,9 @@ def _replace_gradient(handle: ShardedParam, part: torch.Tensor) -> None:
         runtime.check_usable()
         runtime.reducer.flush()  # what is not reduced yet must not be added to it later
         scaled = part.to(torch.float32) * _loss_scale(handle)
+        optimizer = _optimizer_of(handle)
+        if optimizer is not None:
+            optimizer.gradients_come()
         runtime.gradients.replace(handle, handle.wrap(scaled))
 
 
@@ -237,6 +248,9 @@ def _with_local_part(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _check_shape(handle: ShardedParam, value: torch.Tensor, what: str) -> None:
+    if not isinstance(value, torch.Tensor) or value.is_complex():
+        kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+        raise StateError(f"a {what} for {handle.name!r} is a tensor of real numbers, not {kind}")
     if tuple(value.shape) != tuple(handle.shape):
         raise StateError(
             f"a {what} of shape {tuple(value.shape)} does not fit {handle.name!r} {tuple(handle.shape)}"
