@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -251,3 +252,36 @@ def test_a_thread_may_take_over_when_another_has_ended(make_twins) -> None:
         thread.join()
     twins.steps(1)
     twins.check()
+
+
+def test_reading_one_parameter_costs_nothing_for_the_others() -> None:
+    """Every way to go through the parameters of one unit touches each of them a few times, not each
+    one for each."""
+
+    class Many(nn.Module):
+        def __init__(self, count: int) -> None:
+            super().__init__()
+            self.each = nn.ParameterList([nn.Parameter(torch.randn(3)) for _ in range(count)])
+
+    def attached(count: int) -> int:
+        with tiermem.Runtime({"device": "cpu", "host_memory": "64MiB"}) as runtime:
+            model = tiermem.shard(Many(count), runtime)
+            calls = 0
+
+            def counting(params: Any = None) -> None:
+                nonlocal calls
+                calls += len(group.params if params is None else params)
+                attach(params)
+
+            (group,) = runtime.groups
+            attach = group.attach
+            group.attach = counting  # type: ignore[method-assign]
+            state = model.state_dict()
+            model.load_state_dict(state)
+            for param in model.parameters():
+                param.sum()
+                tiermem.full_master(param)
+                tiermem.zero.safe_set_full_fp32_param(param, torch.ones(3))
+            return calls
+
+    assert attached(60) <= 2 * attached(30)

@@ -66,8 +66,11 @@ def gathered(params: Iterable[torch.Tensor] | torch.Tensor, *, modify: bool = Fa
 def full_param(param: torch.Tensor) -> torch.Tensor:
     """A copy of the parameter as it computes, whole. Over several ranks all of them call it."""
     handle = handle_of(param)
-    with torch.no_grad(), handle.group.runtime.forward.gathered([handle.group], modify=False):
-        return handle.real.detach().clone()
+    with torch.no_grad():
+        copy: torch.Tensor = handle.call(
+            lambda real: real.detach().clone(), (handle.real,), {}, [handle]
+        )
+    return copy
 
 
 def full_master(param: torch.Tensor) -> torch.Tensor:
@@ -111,16 +114,21 @@ def set_full_master(param: torch.Tensor, master: torch.Tensor) -> None:
     part = handle.part_of(master.detach()).to(device="cpu", dtype=torch.float32)
     flat = flatten_like(part, handle.spec.stride)
     if region.master is None:
-        with gathered(param), torch.no_grad():
-            handle.inner.copy_(flat.as_strided(handle.spec.shape, handle.spec.stride))
+        _overwrite(handle, flat)
         return
     compute = torch.empty(flat.numel(), dtype=handle.spec.dtype)
     state = torch.empty(flat.numel(), dtype=region.states[region.master].dtype)
     store_master(runtime.kernels, flat, compute, state)
-    with gathered(param), torch.no_grad():
-        handle.inner.copy_(compute.as_strided(handle.spec.shape, handle.spec.stride))
+    _overwrite(handle, compute)
     with runtime.interrupts:
         runtime.states.write(region, region.master, handle, state)
+
+
+def _overwrite(handle: ShardedParam, flat: torch.Tensor) -> None:
+    """Sets the parameter, as far as it is here, from ``flat``, in memory order."""
+    values = flat.as_strided(handle.spec.shape, handle.spec.stride)
+    with torch.no_grad():
+        handle.call(lambda: handle.inner.copy_(values), (), {}, [handle])
 
 
 def full_grad(param: torch.Tensor) -> torch.Tensor | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from tiermem.zero.group import ParamGroup, ShardedState
 from tiermem.zero.interrupts import uninterrupted
 
 if TYPE_CHECKING:
+    from tiermem.zero.param import ShardedParam
     from tiermem.zero.runtime import Runtime
 
 
@@ -55,6 +56,8 @@ class _Use:
     """A use of groups outside of their modules' forward."""
 
     groups: Sequence[ParamGroup]
+    params: Sequence[ShardedParam] | None = None  # only these, which nobody looks for in modules
+    lent: dict[ParamGroup, list[ShardedParam]] = field(default_factory=dict)  # of groups not unsharded
     counted: bool = False
     context: _Context | None = None
 
@@ -218,10 +221,11 @@ class ForwardTracker:
         function: Callable[..., Any],
         args: Any,
         kwargs: Any,
-        groups: Sequence[ParamGroup],
+        params: Sequence[ShardedParam],
     ) -> Any:
-        """Runs ``function`` on real parameters of ``groups``, gathered for the call."""
-        use = _Use(groups)
+        """Runs ``function`` on the real ``params``, gathered for the call. Others of their groups, of
+        which there may be thousands, and the modules' slots are left as they are."""
+        use = _Use(list(dict.fromkeys(param.group for param in params)), params)
         try:
             self._begin_use(use, pack=True)
             return function(*args, **kwargs)
@@ -268,7 +272,16 @@ class ForwardTracker:
         if compat.current_graph_task_id() != -1:
             for group in use.groups:
                 self._runtime.backward.touch(group)
-        self._runtime.gather.unshard_together(use.groups, traced=pack and bool(self._stack))
+        traced = pack and bool(self._stack)
+        if use.params is None:
+            self._runtime.gather.unshard_together(use.groups, traced=traced)
+            return
+        self._runtime.gather.fetch_together(use.groups, traced=traced)
+        for param in use.params:
+            if not param.group.unsharded:
+                use.lent.setdefault(param.group, []).append(param)
+        for group, lent in use.lent.items():
+            group.attach(lent)
 
     @uninterrupted
     def _end_use(self, use: _Use, *, modified: bool = False) -> None:
@@ -282,6 +295,9 @@ class ForwardTracker:
                 unsharded = group.state is ShardedState.UNSHARDED
                 self._runtime.gather.settle(group, force=modified and unsharded)
         finally:
+            for group, lent in use.lent.items():
+                if not group.unsharded and group.lease is not None and not group.detach(lent):
+                    self._runtime.gather.room.lingering.add(group)
             for group in use.groups:  # also those after one whose write failed
                 self.release(group)
 

@@ -67,26 +67,35 @@ class GatherScheduler:
 
     def unshard(self, group: ParamGroup, *, traced: bool = True) -> None:
         """Parameters of ``group`` in their slots, ready to compute with."""
-        if group.state is ShardedState.UNSHARDED and group.pending is None and group.whole:
-            return
-        self.fetch(group, traced=traced)
+        self._bring(group, traced=traced)
         if group.state is not ShardedState.UNSHARDED:
             group.swap_in()
 
+    def _bring(self, group: ParamGroup, *, traced: bool) -> None:
+        if group.state is not ShardedState.UNSHARDED or group.pending is not None or not group.whole:
+            self.fetch(group, traced=traced)
+
     def unshard_together(self, groups: Sequence[ParamGroup], *, traced: bool = True) -> None:
-        """All of ``groups``, which the caller has counted as used once more, unsharded at once.
+        """All of ``groups``, which the caller has counted as used once more, unsharded at once."""
+        self.fetch_together(groups, traced=traced)
+        for group in groups:
+            if group.state is not ShardedState.UNSHARDED:
+                group.swap_in()
+
+    def fetch_together(self, groups: Sequence[ParamGroup], *, traced: bool = True) -> None:
+        """All of ``groups``, which the caller has counted as used once more, in their leases at once.
 
         Where earlier leases have left the free memory in pieces, everything that can goes and the
         groups are gathered again one beside the other."""
         try:
             for group in groups:
-                self.unshard(group, traced=traced)
+                self._bring(group, traced=traced)
         except BudgetError:
             if len(groups) < 2 or any(group.sharded for group in groups):
                 raise
             self.vacate(groups)
             for group in groups:
-                self.unshard(group, traced=False)
+                self._bring(group, traced=False)
 
     def vacate(self, groups: Sequence[ParamGroup] = ()) -> None:
         """Drops every lease that nobody needs now but, perhaps, one use of ``groups``."""

@@ -247,24 +247,26 @@ class ParamGroup:
         layout = region.layout
         return self.lease.typed(layout.dtype, layout.byte_offset, layout.numel)
 
-    def attach(self) -> None:
-        """Real parameters become views of the lease."""
+    def attach(self, params: Sequence[ShardedParam] | None = None) -> None:
+        """Real parameters, all or these, become views of the lease."""
         assert self.lease is not None
         with torch.inference_mode(False), torch.no_grad():
             views = [self.region_view(region) for region in self.regions]
-            for param in self.params:
+            for param in self.params if params is None else params:
                 segment = param.segment
                 spec = segment.spec
                 param.inner.data = views[segment.region].as_strided(
                     spec.shape, spec.stride, views[segment.region].storage_offset() + segment.start
                 )
 
-    def detach(self, *, from_dead_code: bool = False) -> bool:
-        """Real parameters give up the lease; False if some are held (see [Note: held parameters])
-        and have to give it up later. With ``from_dead_code`` tracebacks do not hold."""
+    def detach(
+        self, params: Sequence[ShardedParam] | None = None, *, from_dead_code: bool = False
+    ) -> bool:
+        """Real parameters, all or these, give up the lease; False if some are held (see [Note: held
+        parameters]) and have to give it up later. With ``from_dead_code`` tracebacks do not hold."""
         complete = True
         with torch.inference_mode(False), torch.no_grad():
-            for param in self.params:
+            for param in self.params if params is None else params:
                 if param.held and not (from_dead_code and param.held_by_dead_code):
                     complete = False
                 else:

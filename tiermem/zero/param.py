@@ -182,9 +182,8 @@ class ShardedParam:
     # ---- ParamHandle (see placeholder.py)
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any, params: Iterable[Any]) -> Any:
-        return self.group.runtime.forward.faulted_call(
-            function, args, kwargs, list(dict.fromkeys(p.group for p in params))
-        )
+        forward = self.group.runtime.forward
+        return forward.faulted_call(function, args, kwargs, list(dict.fromkeys(params)))
 
     def get_grad(self) -> torch.Tensor | None:
         if self.real.grad is not None:
