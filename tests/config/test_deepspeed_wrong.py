@@ -138,3 +138,9 @@ def test_a_file_is_read_and_its_mistakes_are_named(tmp_path: Path) -> None:
         read_deepspeed(path)
     with pytest.raises(ConfigError, match="cannot read"):
         read_deepspeed(tmp_path / "none.json")
+
+
+def test_two_precisions_hide_no_other_mistake() -> None:
+    both = {"bf16": {"enabled": True}, "fp16": {"enabled": True, "initial_scale_power": 99}}
+    lines = problems(both)
+    assert [line.partition(":")[0] for line in lines] == ["bf16.enabled", "fp16.initial_scale_power"]

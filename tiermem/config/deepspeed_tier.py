@@ -117,7 +117,7 @@ class Translation:
             reading.problem("bf16.enabled", "true, and fp16.enabled too; set one of them to false")
         if precision is not None:
             self.values["compute_dtype"] = precision
-        if precision == "fp16":
+        if reading.of("fp16.enabled"):
             self.values["fp16"] = self.loss_scale
         acting = self.loss_scale if precision in ("fp16", None) else {}
         for each in _LOSS_SCALE:
