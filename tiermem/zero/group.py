@@ -5,7 +5,9 @@ the `Placeholder`, and the real parameter's data is a one-element NaN tensor exp
 shape (never ``empty(0)``: accumulation, autocast and direct sub-module calls then see true
 shapes). While it is unsharded, the slot holds the real parameter whose data is a view of the
 lease. A slot is written only where it holds what we put there; a foreign tensor is left alone, so
-that ``torch.func.functional_call`` is exact.
+that ``torch.func.functional_call`` is exact. A function that is called on a placeholder by itself
+gets the real parameter, and only that one becomes a view of the lease, for the call; no slot changes,
+and the group stays GATHERING (`ForwardTracker.faulted_call`).
 
 [Note: lost writes] The lease is the truth while the group holds it. Writes by the user bump the
 real parameter's version counter (views share it), so comparing versions before the lease is
