@@ -81,6 +81,7 @@ IN_SHORT = (
     "tied",
     "checkpoint",
     "checkpoint reentrant",
+    "checkpoint pieces",
     "frozen blocks",
     "unused block",
     "degenerate, all leave",

@@ -49,6 +49,7 @@ class ShardedParam:
 
     __slots__ = (
         "_hooks",
+        "_in_hook",
         "_part",
         "_references",
         "group",
@@ -75,6 +76,7 @@ class ShardedParam:
         self.steps = 0  # optimizer updates of this parameter
         self.replicated: tuple[bool, ...] = ()  # over each of ``ParamGroup.across``
         self._hooks: Any = None
+        self._in_hook = 0  # 1 while torch calls our hook with the real parameter as its argument
         self._references = sys.maxsize
         self.placeholder = (Placeholder if self.split is None else SplitPlaceholder)(self)
         for key, value in vars(real).items():  # what the model's code has noted on its parameters
@@ -142,7 +144,8 @@ class ShardedParam:
 
     @property
     def _others(self) -> int:
-        return sys.getrefcount(self.real) - self._references - self.real.requires_grad
+        mine = self._references + self.real.requires_grad + self._in_hook
+        return sys.getrefcount(self.real) - mine
 
     @property
     def held_by_dead_code(self) -> bool:
@@ -160,9 +163,15 @@ class ShardedParam:
         def accumulated(leaf: torch.Tensor) -> None:
             with compat.disable_torch_function():
                 gradient, leaf.grad = leaf.grad, None
+            hooked = leaf is self.real
             del leaf  # the traceback of an error must not keep it
-            if gradient is not None:
+            if gradient is None:
+                return
+            self._in_hook += hooked
+            try:
                 backward.on_gradient(self, gradient)
+            finally:
+                self._in_hook -= hooked
 
         with compat.disable_torch_function():
             self._hooks = [
