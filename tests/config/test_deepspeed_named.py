@@ -82,11 +82,18 @@ def test_arguments_are_checked_and_passed() -> None:
 
 def test_auto_has_the_default_and_is_listed() -> None:
     block = optimizer("AdamW", lr="auto", betas="auto", eps=1e-6)
-    assert block == NamedBlock("AdamW", ADAMW | {"eps": 1e-6}, ("lr", "betas"))
-    config = read_deepspeed({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
-    assert config.notes == ('"auto" stands for: optimizer.params.lr: 0.001',)
-    assert scheduler("WarmupLR", warmup_max_lr="auto", warmup_num_steps=5) == NamedBlock(
-        "WarmupLR", {"warmup_num_steps": 5}, ("warmup_max_lr",)
+    assert block == NamedBlock("AdamW", ADAMW | {"eps": 1e-6})
+    rise = {"warmup_max_lr": "auto", "warmup_num_steps": 5}
+    assert scheduler("WarmupLR", **rise) == NamedBlock("WarmupLR", {"warmup_num_steps": 5})
+    config = read_deepspeed(
+        {
+            "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": 1e-6}},
+            "scheduler": {"type": "WarmupLR", "params": rise},
+        }
+    )
+    assert config.notes == (
+        '"auto" stands for: optimizer.params.lr: 0.001; optimizer.params.betas: [0.9, 0.999]; '
+        "scheduler.params.warmup_max_lr: the optimizer's",
     )
 
 

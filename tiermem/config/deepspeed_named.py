@@ -19,14 +19,10 @@ _OF_THE_OPTIMIZER = "the optimizer's"
 
 @dataclass(frozen=True, slots=True)
 class NamedBlock:
-    """What to make: its type, and arguments that can be passed as they are.
-
-    ``auto`` are the arguments that were ``"auto"``; they have their defaults.
-    """
+    """What to make: its type, and arguments that can be passed as they are."""
 
     type: str
     params: Mapping[str, Any]
-    auto: tuple[str, ...] = ()
 
 
 def _param(block: str, name: str, kind: Kind, default: Any, meaning: str, **more: Any) -> Key:
@@ -36,6 +32,8 @@ def _param(block: str, name: str, kind: Kind, default: Any, meaning: str, **more
 
 
 _LR = _param("optimizer", "lr", "number", 1e-3, "learning rate")
+_BETAS = _param("optimizer", "betas", "pair", (0.9, 0.999), "decay of the moments", below=1)
+_EPS = _param("optimizer", "eps", "number", 1e-8, "added to the divisor")
 _WEIGHT_DECAY = _param("optimizer", "weight_decay", "number", 0.0, "decay of parameters")
 _MAXIMIZE = _param("optimizer", "maximize", "bool", False, "go up, not down")
 _TORCH = tuple(
@@ -44,8 +42,8 @@ _TORCH = tuple(
 )
 _ADAM = (
     _LR,
-    _param("optimizer", "betas", "pair", (0.9, 0.999), "decay of the moments", below=1),
-    _param("optimizer", "eps", "number", 1e-8, "added to the divisor"),
+    _BETAS,
+    _EPS,
     _WEIGHT_DECAY,
     _MAXIMIZE,
     no_op("optimizer.params.torch_adam", False, "torch's Adam or DeepSpeed's", _OWN_KERNELS),
@@ -76,8 +74,6 @@ _SGD = (
     _MAXIMIZE,
     *_TORCH,
 )
-_EPS = _param("optimizer", "eps", "number", 1e-8, "added to the divisor")
-_BETAS = _param("optimizer", "betas", "pair", (0.9, 0.999), "decay of the moments", below=1)
 _OF_ALL = (_WEIGHT_DECAY, _MAXIMIZE, *_TORCH)
 
 
@@ -244,7 +240,7 @@ def read_optimizer(reading: Reading) -> NamedBlock | None:
         for key in OPTIMIZERS[name]
         if key.role is Role.ACTS and key.last != "adam_w_mode"
     }
-    return NamedBlock(name, passed, _auto_of(reading, "optimizer"))
+    return NamedBlock(name, passed)
 
 
 def read_scheduler(reading: Reading) -> NamedBlock | None:
@@ -257,7 +253,7 @@ def read_scheduler(reading: Reading) -> NamedBlock | None:
         full = f"scheduler.params.{needed}"
         if needed not in params and not any(text.startswith(full) for text in reading.problems):
             reading.problem(full, f"missing; {name} needs it")
-    return NamedBlock(name, params, _auto_of(reading, "scheduler"))
+    return NamedBlock(name, params)
 
 
 def _type_of(reading: Reading, block: str, types: Mapping[str, Any]) -> str | None:
@@ -298,8 +294,3 @@ def _read_params(
     return {
         name: reading.values[key.name] for name, key in by_name.items() if key.name in reading.values
     }
-
-
-def _auto_of(reading: Reading, block: str) -> tuple[str, ...]:
-    prefix = f"{block}.params."
-    return tuple(name.removeprefix(prefix) for name in reading.auto if name.startswith(prefix))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from tiermem.config.deepspeed_key import Key, Role
 from tiermem.config.deepspeed_keys import KEYS, LEGACY
@@ -93,12 +91,8 @@ def _other_names() -> Iterator[str]:
             yield f"| `{name}` | `{key.name}` |"
     for legacy in LEGACY:
         yield f"| `{legacy.name}` | `{legacy.today}` |"
-    yield f"| `zero_optimization: true` | `zero_optimization: {json.dumps(_stage(1))}` |"
+    yield '| `zero_optimization: true` | `zero_optimization: {"stage": 1}` |'
     yield "| `optimizer.params.max_grad_norm` | `gradient_clipping` |"
-
-
-def _stage(stage: int) -> dict[str, Any]:
-    return {"stage": stage}
 
 
 if __name__ == "__main__":

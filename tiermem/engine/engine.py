@@ -18,11 +18,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tiermem.engine.advice import WaitWatch
-from tiermem.engine.settings import Settings
+from tiermem.engine.settings import Settings, rank_in
 from tiermem.errors import StateError
 from tiermem.optim import TieredOptimizer
 from tiermem.zero.runtime import Runtime
@@ -226,8 +225,6 @@ class Engine(nn.Module):
         """Of the next loss; 1 without loss scaling."""
         return 1.0 if self.optimizer is None else self.optimizer.loss_scale
 
-    cur_scale = loss_scale
-
     @property
     def skipped_steps(self) -> int:
         """Steps that an overflow has skipped."""
@@ -239,7 +236,7 @@ class Engine(nn.Module):
 
     @property
     def global_rank(self) -> int:
-        return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        return rank_in(None)
 
     @property
     def local_rank(self) -> int:

@@ -26,6 +26,7 @@ from tiermem.engine.settings import on_device, rank_in, settings_of
 from tiermem.errors import ConfigError, StateError
 from tiermem.optim import TieredOptimizer
 from tiermem.zero.leaf_modules import set_z3_leaf_module, set_z3_leaf_modules
+from tiermem.zero.rule import StatePlan
 from tiermem.zero.runtime import Runtime, device_of
 from tiermem.zero.shard import shard
 
@@ -93,7 +94,7 @@ def initialize(
         init_distributed()
     itemsizes = [p.dtype.itemsize for p in model.parameters() if p.dtype.is_floating_point]
     read = read_deepspeed(source, itemsize=max(itemsizes, default=4))
-    if not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
+    if rank_in(None) == 0:
         for note in read.notes:
             logger.warning("DeepSpeed configuration: %s", note)
         for key, value in read.effective.items():
@@ -102,7 +103,7 @@ def initialize(
     settings = settings_of(read, mesh, precision)
     parameters = None if model_parameters is None else listed(model_parameters)
     job = _Job(model, read, optimizer, parameters, Replacement(model), lr_scheduler)
-    job.check(precision)
+    states = job.check(precision)
     loader = None
     if training_data is not None:
         loader = EpochLoader(
@@ -119,7 +120,7 @@ def initialize(
         tier = read.tier_for(batch, model_precision=precision)
         runtime = Runtime(on_device(tier, device_of(tier).type))
     try:
-        job.shard(runtime, mesh, wrap)
+        job.shard(runtime, mesh, wrap, states)
         made = job.optimizer(runtime)
         schedule = job.schedule(made)
     except BaseException as error:
@@ -142,9 +143,10 @@ class _Job:
     replacement: Replacement
     given_schedule: LRScheduler | Callable[[Optimizer], LRScheduler] | None
 
-    def check(self, precision: str | None) -> None:
-        """Finds what can be found before the model is touched. Raises `ConfigError`, `StateError`."""
-        plan_states(self.given, self.config)
+    def check(self, precision: str | None) -> StatePlan:
+        """Finds what can be found before the model is touched; returns what the optimizer will keep.
+        Raises `ConfigError`, `StateError`."""
+        states = plan_states(self.given, self.config)
         self.replacement.check(self.parameters or ())
         if isinstance(self.given, Optimizer):
             self.replacement.check(self.given.param_groups)
@@ -157,6 +159,7 @@ class _Job:
                         f"{key} is {asked!r}, and the model's parameters are {precision}: it must be "
                         f"fp32 or the same as they are"
                     )
+        return states
 
     def _check_schedule(self) -> None:
         block, given = self.config.scheduler, self.given_schedule
@@ -207,9 +210,8 @@ class _Job:
             return cast("Callable[[Optimizer], LRScheduler]", given)(optimizer)
         return cast("LRScheduler", given)
 
-    def shard(self, runtime: Runtime, mesh: DeviceMesh | None, wrap: Any) -> None:
+    def shard(self, runtime: Runtime, mesh: DeviceMesh | None, wrap: Any, states: StatePlan) -> None:
         """Shards the model. What the user gave refers to its parameters: no reason for a warning."""
-        states = plan_states(self.given, self.config)
         if self.config.leaf_modules is not None:
             _mark_leaves(self.model, self.config.leaf_modules)
         with warnings.catch_warnings():

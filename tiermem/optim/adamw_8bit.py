@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim.optimizer import ParamsT
 
 from tiermem.config import TierConfig
 from tiermem.kernels import Kernels, Moments8bit
 from tiermem.kernels.base import QUANT_BLOCK_NUMEL
-from tiermem.optim.adamw import AdamW
+from tiermem.optim.adamw import Adam, AdamW
 from tiermem.optim.options import check_adam_options
-from tiermem.optim.rules import master_of
+from tiermem.optim.rules import PlannedRule, master_of
 from tiermem.types import Field
 from tiermem.zero.group import Region
 from tiermem.zero.param import ShardedParam
@@ -62,7 +61,7 @@ def adamw_8bit_states(dtype: torch.dtype, config: TierConfig) -> tuple[StateSpec
     return (*master_states(dtype, config), *moments, *scales)
 
 
-class AdamW8bitRule:
+class AdamW8bitRule(PlannedRule):
     """AdamW on moments of 8 bits."""
 
     views: tuple[StateView, ...] = (
@@ -71,10 +70,7 @@ class AdamW8bitRule:
     )
 
     def __init__(self, config: TierConfig) -> None:
-        self._config = config
-
-    def states(self, dtype: torch.dtype) -> tuple[StateSpec, ...]:
-        return adamw_8bit_states(dtype, self._config)
+        super().__init__(adamw_8bit_states, config)
 
     def apply(
         self,
@@ -97,15 +93,8 @@ def _scale(name: str) -> str:
     return f"{name}_scale"
 
 
-class AdamW8bit(AdamW):
-    """`AdamW` with moments of one byte each: 8-bit floats, scaled by the largest of each block of 256
-    (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", section 2.1; the codes are
-    our own, see ``Kernels.quantize``).
-
-    Of 16-bit parameters it keeps 4 bytes an element with split masters, 6 with whole ones (K = 6), of
-    fp32 parameters 2; and 8 more for every 256 elements. ``state[param]["exp_avg"]`` and
-    ``"exp_avg_sq"`` are fp32; saving and loading them changes no bit.
-    """
+class _In8Bits(AdamW):
+    """What `AdamW8bit` and `Adam8bit` have in place of fp32 moments."""
 
     @classmethod
     def states_of(cls, **options: Any) -> StatePlan:
@@ -117,23 +106,16 @@ class AdamW8bit(AdamW):
         return AdamW8bitRule(config)
 
 
-class Adam8bit(AdamW8bit):
+class AdamW8bit(_In8Bits):
+    """`AdamW` with moments of one byte each: 8-bit floats, scaled by the largest of each block of 256
+    (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", section 2.1; the codes are
+    our own, see ``Kernels.quantize``).
+
+    Of 16-bit parameters it keeps 4 bytes an element with split masters, 6 with whole ones (K = 6), of
+    fp32 parameters 2; and 8 more for every 256 elements. ``state[param]["exp_avg"]`` and
+    ``"exp_avg_sq"`` are fp32; saving and loading them changes no bit.
+    """
+
+
+class Adam8bit(_In8Bits, Adam):
     """`AdamW8bit` with ``weight_decay`` added to the gradients, as `Adam` has it."""
-
-    _decoupled = False
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | torch.Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        runtime: Runtime | None = None,
-    ) -> None:
-        super().__init__(
-            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, runtime=runtime
-        )

@@ -18,13 +18,12 @@ from tiermem.optim.options import OptionIndex
 from tiermem.optim.saving import load_state, pack_state
 from tiermem.optim.state import LazyState, LazyStates
 from tiermem.zero import compat
-from tiermem.zero.access import full_master, set_full_master
+from tiermem.zero.access import find_handle, full_master, set_full_master
 from tiermem.zero.attach import attach_optimizer
 from tiermem.zero.group import ParamGroup
 from tiermem.zero.group_gradient import GroupGradient
 from tiermem.zero.interrupts import uninterrupted
 from tiermem.zero.param import ShardedParam
-from tiermem.zero.placeholder import Placeholder
 from tiermem.zero.rule import UpdateRule
 from tiermem.zero.runtime import Runtime
 from tiermem.zero.state_views import StateView
@@ -130,9 +129,9 @@ class TieredOptimizer(torch.optim.Optimizer, ABC):
 
     def _find_runtime(self, params: Iterable[torch.Tensor]) -> Runtime:
         if self._runtime is None:
-            for param in params:
-                if isinstance(param, Placeholder) and isinstance(param._handle, ShardedParam):
-                    self._runtime = param._handle.group.runtime
+            for handle in map(find_handle, params):
+                if handle is not None:
+                    self._runtime = handle.group.runtime
                     break
             else:
                 raise StateError(
@@ -321,7 +320,7 @@ class TieredOptimizer(torch.optim.Optimizer, ABC):
         return LazyState(self._loaders(handle))
 
     def _loaders(self, param: ShardedParam) -> dict[str, Callable[[], Any]]:
-        region = param.group.regions[param.segment.region]
+        region = param.region
 
         def read(view: StateView) -> torch.Tensor:
             with self.runtime.interrupts:
@@ -381,7 +380,7 @@ class TieredOptimizer(torch.optim.Optimizer, ABC):
 
     def _load_one(self, param: ShardedParam, saved: Mapping[str, Any] | None) -> None:
         """Takes one parameter's state; without one it starts anew, as in torch."""
-        region = param.group.regions[param.segment.region]
+        region = param.region
         for view in self.rule.views:
             view.write(self.runtime, region, param, None if saved is None else saved[view.key])
         if saved is not None and "master" in saved and region.master is not None:

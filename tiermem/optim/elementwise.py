@@ -14,12 +14,13 @@ from tiermem.config import TierConfig
 from tiermem.errors import ConfigError, StateError
 from tiermem.kernels import Kernels
 from tiermem.optim.base import TieredOptimizer
-from tiermem.optim.probe import Probe, probe_all
+from tiermem.optim.probe import Probe, probe, probe_all
+from tiermem.optim.rules import PlannedRule
 from tiermem.optim.wrapped import Frozen, WrappedOptimizer, same_value
 from tiermem.types import Field
 from tiermem.zero.masters import store_master
 from tiermem.zero.param import ShardedParam
-from tiermem.zero.rule import StatePlan, StateSpec, master_states
+from tiermem.zero.rule import StatePlan
 from tiermem.zero.runtime import Runtime
 from tiermem.zero.state_views import PlainView, StateView
 
@@ -69,14 +70,14 @@ class Tiered(TieredOptimizer):
     ) -> StatePlan:
         """For ``tiermem.shard(..., states=...)``; ``groups`` are parameter groups with options of their
         own. Raises `ConfigError` as `Tiered` does."""
-        specs = probe_all(WrappedOptimizer(optimizer, options), groups).specs
-        return lambda dtype, config: (*master_states(dtype, config), *specs)
+        return probe_all(WrappedOptimizer(optimizer, options), groups).plan
 
     def _make_rule(self, config: TierConfig) -> _WrappedRule:
         return _WrappedRule(self._wrapped, self._probe, config)
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
-        missing = probe_all(self._wrapped, [options]).per_element - self._probe.per_element
+        found = probe(self._wrapped.changed(options))
+        missing = found.per_element - self._probe.per_element
         if missing:
             raise ConfigError(
                 f"with these options {self._wrapped.name} keeps {', '.join(sorted(missing))}, which it "
@@ -115,17 +116,14 @@ class Tiered(TieredOptimizer):
         return tuple(sorted(self._probe.numbers))
 
 
-class _WrappedRule:
+class _WrappedRule(PlannedRule):
     """The wrapped optimizer on slices of masters."""
 
     def __init__(self, wrapped: WrappedOptimizer, found: Probe, config: TierConfig) -> None:
+        super().__init__(found.plan, config)
         self._wrapped = wrapped
         self._specs = found.specs
-        self._config = config
         self.views: tuple[StateView, ...] = tuple(PlainView(spec.name) for spec in found.specs)
-
-    def states(self, dtype: torch.dtype) -> tuple[StateSpec, ...]:
-        return (*master_states(dtype, self._config), *self._specs)
 
     def apply(
         self,

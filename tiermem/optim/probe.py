@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from tiermem.config import TierConfig
 from tiermem.errors import ConfigError
 from tiermem.optim.wrapped import WrappedOptimizer, same_value
-from tiermem.zero.rule import StateSpec
+from tiermem.zero.rule import StateSpec, master_states
 
 _SHAPE = (8, 16)
 _CUT = 32  # both slices are whole vectors of any processor: tails may round otherwise
@@ -30,6 +31,10 @@ class Probe:
     def per_element(self) -> frozenset[str]:
         return frozenset(spec.name for spec in self.specs)
 
+    def plan(self, dtype: torch.dtype, config: TierConfig) -> tuple[StateSpec, ...]:
+        """The same, and what the master takes; see `tiermem.zero.rule.StatePlan`."""
+        return (*master_states(dtype, config), *self.specs)
+
 
 def probe_all(wrapped: WrappedOptimizer, groups: Iterable[Mapping[str, Any]]) -> Probe:
     """What is kept with the defaults and with the options of each parameter group, together. Raises as
@@ -37,9 +42,8 @@ def probe_all(wrapped: WrappedOptimizer, groups: Iterable[Mapping[str, Any]]) ->
     found = probe(wrapped)
     specs, numbers = dict.fromkeys(found.specs), set(found.numbers)
     for group in groups:
-        options = {key: value for key, value in group.items() if key in wrapped.defaults}
-        if options:
-            more = probe(wrapped.changed(options))
+        if group.keys() & wrapped.defaults.keys():
+            more = probe(wrapped.changed(group))
             specs |= dict.fromkeys(more.specs)
             numbers |= more.numbers
     names = {spec.name for spec in specs}

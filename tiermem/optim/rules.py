@@ -9,20 +9,28 @@ import torch
 from tiermem.config import TierConfig
 from tiermem.kernels import Kernels
 from tiermem.types import Field
-from tiermem.zero.rule import StateSpec, adamw_states, master_states
+from tiermem.zero.rule import StatePlan, StateSpec, adamw_states, master_states
 from tiermem.zero.state_views import PlainView, StateView
 
 
-class AdamWRule:
+class PlannedRule:
+    """What every rule has that keeps the states of ``plan`` under ``config``."""
+
+    def __init__(self, plan: StatePlan, config: TierConfig) -> None:
+        self._plan = plan
+        self._config = config
+
+    def states(self, dtype: torch.dtype) -> tuple[StateSpec, ...]:
+        return self._plan(dtype, self._config)
+
+
+class AdamWRule(PlannedRule):
     """AdamW on fp32 parameters, or on the masters of 16-bit ones (see [Note: masters])."""
 
     views: tuple[StateView, ...] = (PlainView("exp_avg"), PlainView("exp_avg_sq"))
 
     def __init__(self, config: TierConfig) -> None:
-        self._config = config
-
-    def states(self, dtype: torch.dtype) -> tuple[StateSpec, ...]:
-        return adamw_states(dtype, self._config)
+        super().__init__(adamw_states, config)
 
     def apply(
         self,
@@ -49,16 +57,12 @@ def sgd_states(dtype: torch.dtype, config: TierConfig) -> tuple[StateSpec, ...]:
     return (*master_states(dtype, config), StateSpec(_MOMENTUM, torch.float32))
 
 
-class SGDRule:
+class SGDRule(PlannedRule):
     """SGD, with or without a momentum buffer."""
 
     def __init__(self, config: TierConfig, *, momentum: bool) -> None:
-        self._config = config
-        self._states = sgd_states if momentum else master_states
+        super().__init__(sgd_states if momentum else master_states, config)
         self.views: tuple[StateView, ...] = (PlainView(_MOMENTUM),) if momentum else ()
-
-    def states(self, dtype: torch.dtype) -> tuple[StateSpec, ...]:
-        return self._states(dtype, self._config)
 
     def apply(
         self,

@@ -73,9 +73,10 @@ class WrappedOptimizer:
         return self.kind.__name__
 
     def changed(self, options: Mapping[str, Any]) -> WrappedOptimizer:
-        """The same class with other defaults for its parameter groups."""
+        """The same class with other defaults for its parameter groups: what of ``options`` it knows."""
+        known = {key: value for key, value in options.items() if key in self.defaults}
         result = copy.copy(self)
-        result.defaults = {**self.defaults, **options}
+        result.defaults = {**self.defaults, **known}
         return result
 
     def freeze(

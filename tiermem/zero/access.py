@@ -79,7 +79,7 @@ def full_master(param: torch.Tensor) -> torch.Tensor:
     handle = handle_of(param)
     runtime = handle.group.runtime
     value = full_param(param)
-    region = handle.group.regions[handle.segment.region]
+    region = handle.region
     if region.master is None:
         return value.to(torch.float32)
     if region.master == Field.MASTER:
@@ -110,7 +110,7 @@ def set_full_master(param: torch.Tensor, master: torch.Tensor) -> None:
             f"its end what is kept. Remedy: set it outside of the block"
         )
     runtime = handle.group.runtime
-    region = handle.group.regions[handle.segment.region]
+    region = handle.region
     part = handle.part_of(master.detach()).to(device="cpu", dtype=torch.float32)
     flat = flatten_like(part, handle.spec.stride)
     if region.master is None:
@@ -137,7 +137,7 @@ def full_grad(param: torch.Tensor) -> torch.Tensor | None:
     is that of the scaled loss: divide by ``optimizer.loss_scale``. Over several ranks all of them call
     it, and get the mean over the ranks."""
     handle = handle_of(param)
-    runtime, region = handle.group.runtime, handle.group.regions[handle.segment.region]
+    runtime, region = handle.group.runtime, handle.region
     with runtime.interrupts:
         runtime.reducer.flush()
         own = handle.group.gradient

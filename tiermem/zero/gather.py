@@ -65,16 +65,6 @@ class GatherScheduler:
         self.trace = self._traces.setdefault(training, UseTrace())
         self.trace.begin()
 
-    def unshard(self, group: ParamGroup, *, traced: bool = True) -> None:
-        """Parameters of ``group`` in their slots, ready to compute with."""
-        self._bring(group, traced=traced)
-        if group.state is not ShardedState.UNSHARDED:
-            group.swap_in()
-
-    def _bring(self, group: ParamGroup, *, traced: bool) -> None:
-        if group.state is not ShardedState.UNSHARDED or group.pending is not None or not group.whole:
-            self.fetch(group, traced=traced)
-
     def unshard_together(self, groups: Sequence[ParamGroup], *, traced: bool = True) -> None:
         """All of ``groups``, which the caller has counted as used once more, unsharded at once."""
         self.fetch_together(groups, traced=traced)
@@ -96,6 +86,10 @@ class GatherScheduler:
             self.vacate(groups)
             for group in groups:
                 self._bring(group, traced=False)
+
+    def _bring(self, group: ParamGroup, *, traced: bool) -> None:
+        if group.state is not ShardedState.UNSHARDED or group.pending is not None or not group.whole:
+            self.fetch(group, traced=traced)
 
     def vacate(self, groups: Sequence[ParamGroup] = ()) -> None:
         """Drops every lease that nobody needs now but, perhaps, one use of ``groups``."""

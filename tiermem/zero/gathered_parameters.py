@@ -201,14 +201,7 @@ def _image(group: ParamGroup) -> torch.Tensor:
     return group.lease.tensor[: group.nbytes]
 
 
-def _view(param: ShardedParam) -> torch.Tensor:
-    """The parameter's elements in its group's lease, 1-D."""
-    segment = param.segment
-    region = param.group.regions[segment.region]
-    return param.group.region_view(region)[segment.start : segment.stop]
-
-
 def _digest(param: ShardedParam) -> bytes:
     """Tells whether a parameter has other bits than before."""
-    data = _view(param).view(torch.uint8).cpu().numpy()
+    data = param.values.view(torch.uint8).cpu().numpy()
     return hashlib.blake2b(data.data, digest_size=16).digest()

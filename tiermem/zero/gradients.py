@@ -163,7 +163,7 @@ class GradientStore:
         own = param.group.gradient
         assert own is not None
         if span.numel:
-            region = param.group.regions[param.segment.region]
+            region = param.region
             first = own.span(region).start
             destination = own.region_view(region)[span.start - first : span.stop - first]
             squares = self._kernels.reduce(destination, parts, 1 / len(parts), add=add)
@@ -185,7 +185,7 @@ class GradientStore:
         if not mine.numel:
             own.sum_squares[param.index] = 0.0
         elif math.isnan(own.sum_squares[param.index]):
-            region = param.group.regions[param.segment.region]
+            region = param.region
             first = param.segment.start - own.span(region).start
             view = own.region_view(region)[first + mine.start : first + mine.stop]
             own.sum_squares[param.index] = self._kernels.accumulate(view, view, add=False)

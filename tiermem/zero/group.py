@@ -280,8 +280,7 @@ class ParamGroup:
         Raises `StateError` if they do not fit."""
         replaced = []
         for param in self.params:
-            segment, real = param.segment, param.inner
-            view = self.region_view(self.regions[segment.region])[segment.start : segment.stop]
+            real, view = param.inner, param.values
             if real.data_ptr() == view.data_ptr():
                 continue
             if real.shape != param.spec.shape or real.dtype != param.spec.dtype:

@@ -65,12 +65,12 @@ class GroupGradient:
     def held(self, param: ShardedParam) -> Span:
         """The elements of ``param``, counted from its first, that the buffer holds."""
         segment = param.segment
-        within = self.span(self.group.regions[segment.region]).meet(segment.start, segment.stop)
+        within = self.span(param.region).meet(segment.start, segment.stop)
         return Span(within.start - segment.start, within.stop - segment.start)
 
     def param_view(self, param: ShardedParam) -> torch.Tensor:
         """The gradient of ``param``, 1-D: the elements of `held`."""
-        region = self.group.regions[param.segment.region]
+        region = param.region
         held, first = self.held(param), param.segment.start - self.span(region).start
         return self.region_view(region)[first + held.start : first + held.stop]
 

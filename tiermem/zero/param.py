@@ -25,7 +25,7 @@ from tiermem.zero.placeholder import GradientStandIn, Placeholder, SplitPlacehol
 from tiermem.zero.split import Split
 
 if TYPE_CHECKING:
-    from tiermem.zero.group import ParamGroup
+    from tiermem.zero.group import ParamGroup, Region
 
 
 @dataclass(slots=True)
@@ -88,6 +88,17 @@ class ShardedParam:
         return self.group.layout.segments[self.index]
 
     @property
+    def region(self) -> Region:
+        """Its group's region that it lies in."""
+        return self.group.regions[self.segment.region]
+
+    @property
+    def values(self) -> torch.Tensor:
+        """Its elements in its group's lease, 1-D, in memory order."""
+        segment = self.segment
+        return self.group.region_view(self.region)[segment.start : segment.stop]
+
+    @property
     def spec(self) -> ParamSpec:
         return self.segment.spec
 
@@ -124,7 +135,7 @@ class ShardedParam:
     def reduced(self) -> Span:
         """The elements, counted from the parameter's first, whose gradients this rank reduces."""
         segment = self.segment
-        mine = self.group.regions[segment.region].shard.meet(segment.start, segment.stop)
+        mine = self.region.shard.meet(segment.start, segment.stop)
         return Span(mine.start - segment.start, mine.stop - segment.start)
 
     @property
@@ -242,7 +253,7 @@ class ShardedParam:
             self.inner.copy_(self.part_of(value))
 
     def set_requires_grad(self, value: bool) -> None:
-        if value and not self.group.regions[self.segment.region].trainable:
+        if value and not self.region.trainable:
             with self.group.runtime.interrupts:
                 self.group.runtime.updates.make_trainable(self)
         self.real.requires_grad_(value)

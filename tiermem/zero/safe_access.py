@@ -21,7 +21,6 @@ import torch
 
 from tiermem.errors import StateError
 from tiermem.zero.access import find_handle, full_grad, full_master, handle_of, set_full_master
-from tiermem.zero.group import Region
 from tiermem.zero.group_gradient import flatten_like
 from tiermem.zero.param import ShardedParam
 from tiermem.zero.rule import UpdateRule
@@ -66,7 +65,7 @@ def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> 
     `StateError` for another key."""
     handle = find_handle(param)
     optimizer = None if handle is None else _optimizer_of(handle)
-    if handle is None or optimizer is None or not _region_of(handle).trainable:
+    if handle is None or optimizer is None or not handle.region.trainable:
         return None
     state = optimizer.state.get(param, {})
     if optim_state_key in state:
@@ -75,7 +74,7 @@ def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> 
     with runtime.interrupts:
         runtime.check_usable()
         runtime.gather.apply_pending([handle.group])
-        return view.read(runtime, _region_of(handle), handle).to(torch.float32)
+        return view.read(runtime, handle.region, handle).to(torch.float32)
 
 
 def safe_set_full_optimizer_state(
@@ -116,7 +115,7 @@ def local_range(param: torch.Tensor) -> range:
     """The elements of the parameter that this rank owns; see [Note: local parts]."""
     handle = handle_of(param)
     segment = handle.segment
-    mine = _region_of(handle).owned.meet(segment.start, segment.stop)
+    mine = handle.region.owned.meet(segment.start, segment.stop)
     return range(mine.start - segment.start, mine.start - segment.start + mine.numel)
 
 
@@ -130,7 +129,7 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     its own. See [Note: local parts]."""
     handle = handle_of(param)
     flat = _with_local_part(param, value)
-    region, runtime = _region_of(handle), handle.group.runtime
+    region, runtime = handle.region, handle.group.runtime
     if region.owned.numel < region.layout.numel:
         with runtime.interrupts:
             runtime.check_usable()
@@ -169,10 +168,6 @@ def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
 # ---- how
 
 
-def _region_of(handle: ShardedParam) -> Region:
-    return handle.group.regions[handle.segment.region]
-
-
 def _optimizer_of(handle: ShardedParam) -> _Optimizer | None:
     return cast("_Optimizer | None", handle.group.runtime.updates.owners.get(handle.group))
 
@@ -185,7 +180,7 @@ def _loss_scale(handle: ShardedParam) -> float:
 def _find_view(handle: ShardedParam, key: str) -> StateView:
     """The state that ``key`` names. Raises `StateError`."""
     optimizer = _optimizer_of(handle)
-    views = optimizer.rule.views if optimizer is not None and _region_of(handle).trainable else ()
+    views = optimizer.rule.views if optimizer is not None and handle.region.trainable else ()
     found = next((view for view in views if view.key == key), None)
     if found is None:
         known = ", ".join(view.key for view in views) or "none (no optimizer, or a frozen parameter)"
@@ -202,7 +197,7 @@ def _write_state(handle: ShardedParam, key: str, value: torch.Tensor) -> None:
         runtime.gather.apply_pending([handle.group])
         if optimizer is not None:
             optimizer.state_comes(handle)
-        view.write(runtime, _region_of(handle), handle, value)
+        view.write(runtime, handle.region, handle, value)
 
 
 def _replace_gradient(handle: ShardedParam, part: torch.Tensor) -> None:
@@ -213,7 +208,7 @@ def _replace_gradient(handle: ShardedParam, part: torch.Tensor) -> None:
             f"the gradient of {handle.name!r} cannot be set: update: 'backward' has used it in "
             f"backward. Remedy: update: 'deferred'"
         )
-    if not (handle.real.requires_grad and _region_of(handle).trainable):
+    if not (handle.real.requires_grad and handle.region.trainable):
         raise StateError(f"{handle.name!r} is frozen: it has no gradient that could be set")
     with runtime.interrupts:
         runtime.check_usable()

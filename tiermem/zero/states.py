@@ -62,11 +62,11 @@ class StateAccess:
 
     def rebuild_master(self, param: ShardedParam) -> None:
         """Makes a parameter, whose values are in its group's lease, its own master."""
-        segment, region = param.segment, param.group.regions[param.segment.region]
+        region = param.region
         name = region.master
         if name is None or name not in region.initialised:
             return
-        values = param.group.region_view(region)[segment.start : segment.stop]
+        values = param.values
         for part, position in self._parts(region, name, param, write=True):
             if name == Field.MASTER:
                 part.copy_(values[position : position + part.numel()])
@@ -145,7 +145,7 @@ def collect(param: ShardedParam, values: torch.Tensor, what: str, block_numel: i
     group, segment = param.group, param.segment
     group.runtime.gather.shares.start_owed()
     comm = group.sharing.comm
-    region = group.regions[segment.region]
+    region = param.region
     parts = []
     for rank in range(comm.size):
         theirs = region.layout.shard(rank, comm.size).meet(segment.start, segment.stop)

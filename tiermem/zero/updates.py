@@ -115,7 +115,7 @@ class UpdateController:
         """A parameter that was frozen when its model was sharded is to have gradients: its region
         gets gradients and states. Not between backward and step."""
         group = param.group
-        region = group.regions[param.segment.region]
+        region = param.region
         if group.gradient is not None:
             raise StateError(
                 f"{param.name!r} cannot be unfrozen while {group.name!r} has gradients. Remedy: "
